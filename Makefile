@@ -1,0 +1,59 @@
+# One way to do each task. Each target makes the virtual environment and installs what it needs.
+# Variables: PYTHON, the interpreter that makes .venv (3.11 or newer); JOBS, the number of test processes.
+
+PYTHON ?= python3
+JOBS ?= 2
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt
+CHECKED := sessiontree engine_bridge $(wildcard tests examples benchmarks)
+# One thread for each test process: several with a thread for every core each only get in each other's way.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench soak clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile
+
+demo: .venv/demo.stamp ## run the main job on real input: examples/quickstart.py
+	$(BIN)/python examples/quickstart.py
+
+test: .venv/dev.stamp ## run the tests and show their coverage
+	$(PYTEST) --cov --cov-report=term-missing:skip-covered
+
+check: .venv/dev.stamp ## lint, formatting, types and the layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(CHECKED)
+	$(BIN)/lint-imports
+
+bench: .venv/demo.stamp ## measure: a table, and one line of JSON for each figure
+	$(BIN)/python benchmarks/tree.py
+
+soak: .venv/dev.stamp ## run every test, the long ones too, at soak length
+	SESSIONTREE_SOAK=1 $(PYTEST) -m ""
+
+clean: ## remove all that these targets made
+	rm -rf .venv .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp says that its step succeeded. A step that failed leaves none, so the next run does it again.
+.venv/made.stamp:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "sessiontree needs Python 3.11 or newer, but '$(PYTHON)' is: $$($(PYTHON) --version 2>&1)" >&2; \
+	    echo "Name a newer one, for example: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv --clear .venv
+	@touch $@
+
+# The build tools are installed first, pinned, so that the build needs no environment of its own.
+.venv/demo.stamp: .venv/made.stamp pyproject.toml constraints.txt
+	$(PIP) hatchling editables
+	$(PIP) --no-build-isolation --editable '.[demo]'
+	@touch $@
+
+.venv/dev.stamp: .venv/demo.stamp
+	$(PIP) --no-build-isolation --editable '.[demo,dev]'
+	@touch $@

@@ -1,0 +1,85 @@
+"""sessiontree: the session state of an LLM scheduler as an immutable, persistent tree.
+
+Sessions are trees of turns with text, images, video and audio. Every node is immutable: token ids, media, positions. Appending
+and branching make new nodes that share everything with their parent.
+"""
+
+from sessiontree.draft import Draft, extend_drafts
+from sessiontree.edits import Edit
+from sessiontree.errors import (
+    CorruptTree,
+    DraftClosed,
+    FinishRefused,
+    HeadMoved,
+    IncompatibleStore,
+    KeyTaken,
+    LimitExceeded,
+    MediaSpanError,
+    NameTaken,
+    NeedsMedia,
+    OutOfRange,
+    PositionError,
+    PositionLimitExceeded,
+    SessionExists,
+    SessionTreeError,
+    StaleSession,
+    StoreClosed,
+    StoreFailed,
+    StoreLocked,
+    UnknownHead,
+    UnknownNode,
+    UnknownScheme,
+    UnknownSession,
+    Unsupported,
+)
+from sessiontree.media import MediaItem, media_identity
+from sessiontree.node import Link, Namespace, Node
+from sessiontree.positions import ExternalPositions, PositionScheme, PositionState
+from sessiontree.store import Session, SessionStore
+from sessiontree.tokens import Position
+from sessiontree.tree import Head, SessionTree
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CorruptTree",
+    "Draft",
+    "DraftClosed",
+    "Edit",
+    "ExternalPositions",
+    "FinishRefused",
+    "Head",
+    "HeadMoved",
+    "IncompatibleStore",
+    "KeyTaken",
+    "LimitExceeded",
+    "Link",
+    "MediaItem",
+    "MediaSpanError",
+    "NameTaken",
+    "Namespace",
+    "NeedsMedia",
+    "Node",
+    "OutOfRange",
+    "Position",
+    "PositionError",
+    "PositionLimitExceeded",
+    "PositionScheme",
+    "PositionState",
+    "Session",
+    "SessionExists",
+    "SessionStore",
+    "SessionTree",
+    "SessionTreeError",
+    "StaleSession",
+    "StoreClosed",
+    "StoreFailed",
+    "StoreLocked",
+    "UnknownHead",
+    "UnknownNode",
+    "UnknownScheme",
+    "UnknownSession",
+    "Unsupported",
+    "extend_drafts",
+    "media_identity",
+]

@@ -1,0 +1,321 @@
+"""A draft: one generation in flight.
+
+It is the one mutable thing that readers of a tree ever hold, and it belongs to one owner. It reads like the node it may become,
+so that a preempted request can be prefilled again from it. It is no part of any tree: committing makes the node in one step,
+aborting it, or dropping the last reference, leaves no trace.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from pyrsistent import PMap
+
+from sessiontree.errors import (
+    DraftClosed,
+    FinishRefused,
+    LimitExceeded,
+    MediaSpanError,
+    OutOfRange,
+    PositionLimitExceeded,
+)
+from sessiontree.frozen import checked_text, frozen_array
+from sessiontree.media import MediaItem
+from sessiontree.node import Details, MediaSpan, Node, Origin, TailPolicy, placed_in, write_positions
+from sessiontree.positions import Mode, PositionScheme, PositionState
+from sessiontree.positions.runs import write
+from sessiontree.tokens import MAX_TOKEN_ID, Position, TokenIds, as_index, token_array, token_bytes, window
+from sessiontree.turns import Turn, plan_turn
+
+REFUSED_FINISH_REASONS: Final = frozenset({"abort", "error"})
+MAX_STATE_BYTES: Final = 2**20
+
+Commit = Callable[[Node, Turn, Details], Node]
+
+
+class Draft:
+    """Generated tokens under ``parent`` that are not a node yet. Made by ``Session.draft``; as a context manager it aborts on exit.
+
+    ``start``: path index of its first token. ``len``: tokens taken so far. Reading works after it is closed; writing raises
+    DraftClosed.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_commit",
+        "_how_closed",
+        "_max_tokens",
+        "_room",
+        "_states",
+        "_tokens",
+        "key",
+        "metadata",
+        "parent",
+        "role",
+        "start",
+    )
+
+    origin: Origin = "generated"
+    media: tuple[MediaItem, ...] = ()
+
+    def __init__(
+        self,
+        parent: Node,
+        *,
+        role: str,
+        metadata: PMap[str, Any],
+        key: str,
+        max_tokens: int | None,
+        commit: Commit,
+    ) -> None:
+        """``max_tokens``: limit of the path's length. ``commit``: attaches a planned turn and returns its node."""
+        state = parent.position_state()
+        if state.open_block is not None:
+            item = next(item for item in reversed(parent.media_spans()))
+            raise MediaSpanError(
+                f"{parent!r} ends inside {item[0]}, tokens [{item[1]}, {item[2]}) so far; nothing can be generated there",
+                item=item[0],
+                span=item[1:],
+            )
+        self.parent = parent
+        self.start = parent.stop
+        self.role = checked_text(role, "role")
+        self.key = checked_text(key, "key")
+        self.metadata = metadata
+        self._max_tokens = max_tokens
+        self._commit: Commit = commit
+        self._tokens = array("i")
+        self._states: list[tuple[int, bytes]] = []
+        self._how_closed: str | None = None
+        self._room = int(self.scheme.max_position_limit - (parent.stop + parent.mrope_position_delta))
+        if max_tokens is not None:
+            self._room = min(self._room, max_tokens - parent.stop)
+
+    # Writing
+
+    def append(self, token_id: int) -> None:
+        """Take one token. Raises OutOfRange, LimitExceeded, PositionLimitExceeded, DraftClosed; nothing is taken then."""
+        token = as_index(token_id, "token id")
+        if not 0 <= token <= MAX_TOKEN_ID:
+            raise OutOfRange(f"token is {token}, outside 0..{MAX_TOKEN_ID}", value=token, limit=MAX_TOKEN_ID)
+        self._make_room(1)
+        self._tokens.append(token)
+
+    def extend(self, token_ids: TokenIds) -> None:
+        """Take many tokens, or none if one of them cannot be. Raises TypeError and what :meth:`append` raises."""
+        data = token_bytes(token_ids)
+        self._make_room(len(data) // self._tokens.itemsize)
+        self._tokens.frombytes(data)
+
+    def _make_room(self, count: int) -> None:
+        self._check_open()
+        if len(self._tokens) + count > self._room:
+            stop = self.stop + count
+            if self._max_tokens is not None and stop > self._max_tokens:
+                raise LimitExceeded(
+                    f"a path of {stop} tokens; the session allows {self._max_tokens}",
+                    value=stop,
+                    limit=self._max_tokens,
+                )
+            position = stop - 1 + self.mrope_position_delta
+            limit = self.scheme.max_position_limit
+            raise PositionLimitExceeded(
+                f"position {position} is not below {self.scheme.name}'s max_position_limit of {limit}",
+                value=position,
+                limit=limit,
+            )
+
+    def _check_open(self) -> None:
+        if self._how_closed is not None:
+            raise DraftClosed(f"this draft was {self._how_closed}", draft=self)
+
+    def rollback(self, length: int) -> None:
+        """Keep its first ``length`` tokens (speculative decoding) and the state that was current there.
+
+        Raises OutOfRange outside 0..len, DraftClosed.
+        """
+        self._check_open()
+        self._check_length(length)
+        del self._tokens[length:]
+        while self._states and self._states[-1][0] > length:
+            self._states.pop()
+
+    def _check_length(self, length: int) -> None:
+        if not 0 <= as_index(length, "length") <= len(self._tokens):
+            raise OutOfRange(f"length {length} outside 0..{len(self._tokens)}", value=length, limit=len(self._tokens))
+
+    def set_state(self, state: bytes) -> None:
+        """Keep a small opaque state (grammar, sampler) that belongs to the tokens so far. At most 1 MiB, else LimitExceeded."""
+        self._check_open()
+        if not isinstance(state, (bytes, bytearray, memoryview)):
+            raise TypeError(f"a draft's state is bytes, not {type(state).__name__}")
+        kept = bytes(state)
+        if len(kept) > MAX_STATE_BYTES:
+            raise LimitExceeded(f"a state of {len(kept)} bytes", value=len(kept), limit=MAX_STATE_BYTES)
+        at = len(self._tokens)
+        if self._states and self._states[-1][0] == at:
+            self._states.pop()
+        if not self._states or self._states[-1][1] != kept:
+            self._states.append((at, kept))
+
+    @property
+    def state(self) -> bytes | None:
+        """The opaque state set last at or before the tokens kept; None if there is none."""
+        return self._states[-1][1] if self._states else None
+
+    def commit(self, finish_reason: str = "stop", length: int | None = None, tail_policy: TailPolicy = "keep") -> Node:
+        """Make the node: the first ``length`` tokens (None: all), as the client saw them.
+
+        ``tail_policy="drop_last"`` leaves out the last of them, as engines do whose next prompt lacks the final sampled token;
+        it is recorded on the node. Raises FinishRefused for "abort" and "error" in any case, OutOfRange for a length outside
+        0..len, KeyTaken where the draft's key names other content, StaleSession, DraftClosed. A commit that raises leaves
+        the draft open.
+        """
+        self._check_open()
+        if checked_text(finish_reason, "finish_reason").strip().casefold() in REFUSED_FINISH_REASONS or not finish_reason:
+            raise FinishRefused(f"a draft that ended with {finish_reason!r} is no turn; abort it", finish_reason=finish_reason)
+        if tail_policy not in ("keep", "drop_last"):
+            raise FinishRefused(f"no tail policy {tail_policy!r}; keep or drop_last", tail_policy=tail_policy)
+        count = len(self._tokens) if length is None else length
+        self._check_length(count)
+        if tail_policy == "drop_last":
+            count = max(0, count - 1)
+        data = self._tokens[:count].tobytes()
+        turn = plan_turn(self.scheme, self.parent, data, (), self.origin, self.role, self.key)
+        node = self._commit(self.parent, turn, Details(self.metadata, finish_reason, tail_policy))
+        self._how_closed = "committed"
+        return node
+
+    def abort(self) -> None:
+        """Give it up. Nothing of it was ever in the tree. Raises DraftClosed after a commit."""
+        if self._how_closed != "aborted":
+            self._check_open()
+        self._how_closed = "aborted"
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was committed or aborted."""
+        return self._how_closed is not None
+
+    def __enter__(self) -> Draft:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self.closed:
+            self.abort()
+
+    # Reading, as a node
+
+    @property
+    def scheme(self) -> PositionScheme:
+        """The position scheme of its session."""
+        return self.parent.scheme
+
+    @property
+    def stop(self) -> int:
+        """Path index after its last token."""
+        return self.start + len(self._tokens)
+
+    @property
+    def room(self) -> int:
+        """How many more tokens it can take before a context or position limit."""
+        return max(0, self._room - len(self._tokens))
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """Its own tokens so far: (stop - start,) int32, a read-only copy."""
+        return token_array(self._tokens.tobytes())
+
+    @property
+    def next_position(self) -> Position:
+        """Where a prefilled token after it would stand."""
+        return self.scheme.next_position(self.position_state())
+
+    @property
+    def mrope_position_delta(self) -> int:
+        """max_position + 1 - stop: the token at index i that is decoded next stands at i + delta."""
+        return self.scheme.mrope_position_delta(self.position_state())
+
+    def position_state(self, mode: Mode = "as_decoded") -> PositionState:
+        """The state that positions after its tokens continue from."""
+        state = placed_in(self.parent, mode).state
+        if mode == "as_decoded":
+            return self.scheme.plan_decode(state, len(self._tokens))[1]
+        return self.scheme.plan(state, self._tokens.tobytes())[1]
+
+    def path(self) -> tuple[Node, ...]:
+        """The nodes from the root to its parent: all that is committed of its path."""
+        return self.parent.path()
+
+    def input_ids(self, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
+        """Path tokens ``[start, stop)``, its own included: (stop - start,) int32, read-only. Raises OutOfRange."""
+        first, last = window(start, stop, self.stop)
+        if last <= self.start:
+            return self.parent.input_ids(first, last)
+        own = self._tokens[max(0, first - self.start) : last - self.start].tobytes()
+        if first >= self.start:
+            return token_array(own)
+        return token_array(self.parent._extent.read_bytes(first, self.start) + own)
+
+    def positions(self, start: int = 0, stop: int | None = None, mode: Mode = "as_decoded") -> NDArray[Any]:
+        """Positions of path tokens ``[start, stop)``: (num_axes, stop - start), read-only. As for a node."""
+        first, last = window(start, stop, self.stop)
+        scheme = self.scheme
+        out = np.empty((scheme.num_axes, last - first), scheme.dtype)
+        state = placed_in(self.parent, mode).state
+        split = min(max(self.start, first), last)
+        write_positions(self.parent, min(first, self.start), min(split, self.start), mode, out[:, : split - first])
+        if split < last:
+            plan = (
+                scheme.plan_decode(state, len(self._tokens)) if mode == "as_decoded" else scheme.plan(state, self._tokens.tobytes())
+            )
+            write(plan[0], split - self.start, last - self.start, out[:, split - first :])
+        return frozen_array(out)
+
+    def media_spans(self, start: int = 0, stop: int | None = None) -> tuple[MediaSpan, ...]:
+        """(item, start, stop) for each span of its path that meets the window, clipped to it. As for a node."""
+        first, last = window(start, stop, self.stop)
+        return self.parent.media_spans(min(first, self.start), min(last, self.start))
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        how = self._how_closed or "open"
+        return f"<Draft {how} tokens=[{self.start}, {self.stop}) role={self.role!r} under {self.parent.id[:4].hex()}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a draft belongs to its session and is not pickled")
+
+
+def extend_drafts(drafts: Sequence[Draft], token_ids: TokenIds | Sequence[TokenIds]) -> None:
+    """Let each draft of a batch take its tokens, all of them or none.
+
+    ``token_ids``: (B,) ints, one for each draft, or B sequences of ints. Raises what :meth:`Draft.extend` raises, TypeError for
+    lengths that differ or a draft that is named twice.
+    """
+    if len(drafts) != len(token_ids):
+        raise TypeError(f"{len(drafts)} drafts and {len(token_ids)} tokens")
+    if len(set(map(id, drafts))) != len(drafts):
+        raise TypeError("a draft stands twice in one batch")
+    if isinstance(token_ids, (list, tuple)) and any(hasattr(tokens, "__len__") for tokens in token_ids):
+        runs = [token_bytes(tokens) for tokens in token_ids]
+        for draft, run in zip(drafts, runs, strict=True):
+            draft._make_room(len(run) // 4)
+        for draft, run in zip(drafts, runs, strict=True):
+            draft._tokens.frombytes(run)
+        return
+    tokens = token_array(token_bytes(token_ids)).tolist()
+    for draft in drafts:
+        if draft._how_closed is not None or len(draft._tokens) >= draft._room:
+            draft._make_room(1)
+    for draft, token in zip(drafts, tokens, strict=True):
+        draft._tokens.append(token)

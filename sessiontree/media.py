@@ -1,0 +1,288 @@
+"""Media as sessions keep them: what an item is and where it stands, never its pixels.
+
+A :class:`MediaItem` says which content it is (a 32-byte identity), how it was gridded, and which tokens of its node are its
+placeholders. Features live outside nodes, by identity. Items are immutable; spans are declared, never found by scanning ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
+from typing import Any, Final, Literal, NamedTuple
+
+import attrs
+import numpy as np
+
+from sessiontree.digest import ID_BYTES, pack
+from sessiontree.errors import MediaSpanError, OutOfRange, PositionError, Unsupported
+from sessiontree.frozen import freeze, seal, to_numpy
+from sessiontree.tokens import as_index
+
+Modality = Literal["image", "video", "audio"]
+MODALITIES: Final = ("image", "video", "audio")
+Span = tuple[int, int]
+
+
+@attrs.frozen(init=False, repr=False)
+class MediaItem:
+    """One image, video or audio, or the part of one that a node holds.
+
+    ``identity``: 32 bytes (:func:`media_identity` makes them).
+    ``spans``: (offset, length) pairs relative to the node's first token, one for each contiguous run of placeholders; kept
+    sorted by offset. ``grid_thw``: patches along time, height and width, before spatial merging.
+    ``second_per_grid_ts``: seconds per temporal grid step of a video. ``audio_feature_length``: frames of audio features.
+    ``target_sizes``: (height, width) patches of each crop of a canvas.
+    ``placeholders_before``: placeholders of this item that earlier nodes of the path hold; ``unfinished``: later nodes hold more.
+
+    Raises TypeError for wrong types, MediaSpanError for spans that are empty, negative or overlap, PositionError for grids and
+    times that cannot be, Unsupported for another modality.
+    """
+
+    modality: Modality
+    identity: bytes
+    spans: tuple[Span, ...]
+    grid_thw: tuple[int, int, int] | None
+    second_per_grid_ts: float | None
+    audio_feature_length: int | None
+    target_sizes: tuple[Span, ...]
+    placeholders_before: int
+    unfinished: bool
+
+    def __init__(
+        self,
+        modality: Modality,
+        identity: bytes,
+        spans: Iterable[Sequence[int]],
+        grid_thw: Sequence[int] | None = None,
+        second_per_grid_ts: float | None = None,
+        audio_feature_length: int | None = None,
+        target_sizes: Iterable[Sequence[int]] = (),
+        placeholders_before: int = 0,
+        unfinished: bool = False,
+    ) -> None:
+        if modality not in MODALITIES:
+            raise Unsupported(f"modality {modality!r}; known are {', '.join(MODALITIES)}", modality=modality)
+        if not isinstance(identity, (bytes, bytearray)):
+            raise TypeError(f"an identity is {ID_BYTES} bytes, not {type(identity).__name__}")
+        if len(identity) != ID_BYTES:
+            raise OutOfRange(f"an identity has {ID_BYTES} bytes, not {len(identity)}", value=len(identity), limit=ID_BYTES)
+        _SET["modality"](self, modality)
+        _SET["identity"](self, bytes(identity))
+        _SET["spans"](self, _checked_spans(modality, bytes(identity), spans))
+        _SET["grid_thw"](self, None if grid_thw is None else _checked_grid(grid_thw))
+        _SET["second_per_grid_ts"](self, None if second_per_grid_ts is None else _checked_seconds(second_per_grid_ts))
+        _SET["audio_feature_length"](self, _checked_length(audio_feature_length))
+        _SET["target_sizes"](self, tuple(_pair(size, "target_sizes") for size in _rows(target_sizes)))
+        _SET["placeholders_before"](self, _count(placeholders_before, "placeholders_before"))
+        if not isinstance(unfinished, (bool, np.bool)):
+            raise TypeError(f"unfinished is a bool, not {type(unfinished).__name__}")
+        _SET["unfinished"](self, bool(unfinished))
+
+    @property
+    def num_placeholders(self) -> int:
+        """Placeholder tokens that the spans of this node cover."""
+        return sum(length for _, length in self.spans)
+
+    def with_spans(
+        self, spans: Iterable[Span], *, placeholders_before: int | None = None, unfinished: bool | None = None
+    ) -> MediaItem:
+        """The same item standing elsewhere; None keeps what it says of its other parts."""
+        return MediaItem(
+            self.modality,
+            self.identity,
+            spans,
+            self.grid_thw,
+            self.second_per_grid_ts,
+            self.audio_feature_length,
+            self.target_sizes,
+            self.placeholders_before if placeholders_before is None else placeholders_before,
+            self.unfinished if unfinished is None else unfinished,
+        )
+
+    def fields(self) -> tuple[Any, ...]:
+        """What determines the item, packable and in a fixed order: the part of a node's identity that comes from it."""
+        return (
+            self.modality,
+            self.identity,
+            self.spans,
+            self.grid_thw,
+            self.second_per_grid_ts,
+            self.audio_feature_length,
+            self.target_sizes,
+            self.placeholders_before,
+            self.unfinished,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.modality} {self.identity[:4].hex()}"
+
+    def __repr__(self) -> str:
+        given = [f"{self.modality!r}", f"{self.identity[:4].hex()}…", f"spans={list(self.spans)}"]
+        given += [f"{name}={value}" for name in _OPTIONAL if (value := getattr(self, name))]
+        return f"MediaItem({', '.join(given)})"
+
+    def __copy__(self) -> MediaItem:
+        return self
+
+    def __deepcopy__(self, memo: object) -> MediaItem:
+        return self
+
+    def __reduce__(self) -> tuple[type[MediaItem], tuple[Any, ...]]:
+        return MediaItem, self.fields()
+
+
+_SET = seal(MediaItem)
+_OPTIONAL: Final = (
+    "grid_thw",
+    "second_per_grid_ts",
+    "audio_feature_length",
+    "target_sizes",
+    "placeholders_before",
+    "unfinished",
+)
+
+
+class Placement(NamedTuple):
+    """One span of one item, in the coordinates of its node: tokens ``[start, stop)``."""
+
+    start: int
+    stop: int
+    item: MediaItem
+
+
+def placements(media: Iterable[MediaItem], num_tokens: int) -> list[Placement]:
+    """Every span of ``media`` in token order.
+
+    Raises TypeError for what is not a MediaItem, MediaSpanError naming the item whose span is missing, reaches past
+    ``num_tokens`` or overlaps another.
+    """
+    placed = []
+    for item in media:
+        if not isinstance(item, MediaItem):
+            raise TypeError(f"media are MediaItems, not {type(item).__name__}")
+        if not item.spans:
+            raise MediaSpanError(f"{item} has no span", item=item, span=None)
+        placed += [Placement(offset, offset + length, item) for offset, length in item.spans]
+    placed.sort(key=lambda placement: placement.start)
+    end = 0
+    for start, stop, item in placed:
+        if start < end:
+            raise MediaSpanError(f"{item}: span [{start}, {stop}) overlaps the one before", item=item, span=(start, stop))
+        end = stop
+        if stop > num_tokens:
+            raise MediaSpanError(
+                f"{item}: span [{start}, {stop}) reaches past the {num_tokens} tokens of its node",
+                item=item,
+                span=(start, stop),
+            )
+    return placed
+
+
+def in_token_order(media: Iterable[MediaItem]) -> tuple[MediaItem, ...]:
+    """Items by their first span: the one order a node keeps them in."""
+    return tuple(sorted(media, key=lambda item: item.spans[0][0]))
+
+
+def media_identity(kind: str, data: Any, *, options: Mapping[str, Any] | None = None) -> bytes:
+    """The 32-byte identity of some content.
+
+    ``kind``: what it is ("image", "video pixels", ...). ``data``: bytes, an array or tensor, or a list of them (nested lists
+    keep their boundaries). ``options``: the processor's options that shaped it. Type, shape, dtype and length of every piece
+    are part of the identity, so equal bytes of another shape are other content.
+    """
+    if not isinstance(kind, str):
+        raise TypeError(f"kind is text, not {type(kind).__name__}")
+    digest = sha256(b"sessiontree media\0" + pack([kind, _canonical(freeze(dict(options or {}), "options"))]))
+    _feed(digest, data, 0)
+    return digest.digest()
+
+
+def _feed(digest: Any, data: Any, depth: int) -> None:
+    data = to_numpy(data)
+    if isinstance(data, (bytes, bytearray, memoryview)):
+        raw = bytes(data)
+        digest.update(pack(["bytes", len(raw)]))
+        digest.update(raw)
+    elif isinstance(data, np.ndarray) and not data.dtype.hasobject:
+        digest.update(pack(["array", data.dtype.str, data.shape]))
+        digest.update(np.ascontiguousarray(data).data if data.size else b"")
+    elif isinstance(data, (list, tuple)) and depth < 64:
+        digest.update(pack(["list", len(data)]))
+        for piece in data:
+            _feed(digest, piece, depth + 1)
+    elif data is None or isinstance(data, (bool, int, float, str)):
+        digest.update(pack(["scalar", type(data).__name__, data]))
+    else:
+        raise TypeError(f"media content is bytes, arrays, or lists of them, not {type(data).__name__}")
+
+
+def _canonical(value: Any) -> Any:
+    """A frozen value as packable lists, mappings sorted and types told apart."""
+    if isinstance(value, Mapping):
+        return [
+            "map",
+            sorted(([str(key), _canonical(entry)] for key, entry in value.items()), key=lambda pair: pair[0]),
+        ]
+    if isinstance(value, tuple):
+        return ["list", [_canonical(entry) for entry in value]]
+    if isinstance(value, frozenset):
+        return ["set", sorted((_canonical(entry) for entry in value), key=pack)]
+    if isinstance(value, np.ndarray):
+        return ["array", value.dtype.str, list(value.shape), value.tobytes()]
+    return value
+
+
+def _rows(values: Any) -> Any:
+    values = to_numpy(values)
+    return values.tolist() if isinstance(values, np.ndarray) else values
+
+
+def _pair(values: Any, what: str) -> Span:
+    first, second = _rows(values)
+    return as_index(first, what), as_index(second, what)
+
+
+def _checked_spans(modality: str, identity: bytes, spans: Any) -> tuple[Span, ...]:
+    pairs = sorted(_pair(span, "spans") for span in _rows(spans))
+    name = f"{modality} {identity[:4].hex()}"
+    end = 0
+    for offset, length in pairs:
+        if offset < 0 or length < 1:
+            raise MediaSpanError(
+                f"{name}: span (offset {offset}, length {length}) holds no token", item=name, span=(offset, length)
+            )
+        if offset < end:
+            raise MediaSpanError(
+                f"{name}: span (offset {offset}, length {length}) overlaps its own", item=name, span=(offset, length)
+            )
+        end = offset + length
+    return tuple(pairs)
+
+
+def _checked_grid(grid_thw: Any) -> tuple[int, int, int]:
+    grid = tuple(as_index(size, "grid_thw") for size in _rows(grid_thw))
+    if len(grid) != 3 or min(grid) < 1:
+        raise PositionError(f"grid_thw is three sizes of at least 1, not {grid}", grid_thw=grid)
+    return grid
+
+
+def _checked_seconds(seconds: Any) -> float:
+    seconds = to_numpy(seconds)
+    if isinstance(seconds, (str, bytes, bool)):
+        raise TypeError(f"second_per_grid_ts is a number, not {type(seconds).__name__}")
+    value = float(seconds)
+    if not (math.isfinite(value) and value >= 0):
+        raise PositionError(f"second_per_grid_ts is {value}, not a time", value=value)
+    return value
+
+
+def _checked_length(length: Any) -> int | None:
+    return None if length is None else _count(length, "audio_feature_length")
+
+
+def _count(value: Any, what: str) -> int:
+    count = as_index(value, what)
+    if count < 0:
+        raise OutOfRange(f"{what} is {count}, below 0", value=count, limit=0)
+    return count

@@ -1,0 +1,97 @@
+"""Position runs: how the positions of a node are stored, and how a window of them is written out.
+
+A node's tokens are covered by runs in order. A bare int is the commonest case: the whole node is text that begins at that
+position. Otherwise a tuple of :class:`TextRun`, :class:`GridRun` and :class:`TableRun`. A run is a few numbers however many
+tokens it covers; only what no grid reproduces is kept as a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class TextRun(NamedTuple):
+    """``length`` tokens at ``base``, ``base + 1``, ... on every axis."""
+
+    length: int
+    base: int
+
+
+class GridRun(NamedTuple):
+    """``length`` tokens of a grid of ``height`` x ``width`` a frame, beginning ``skip`` tokens into a frame.
+
+    Token j, with k = skip + j and n = height * width, stands at t = ``time`` + k // n * ``time_step``,
+    h = ``base`` + k % n // width, w = ``base`` + k % width.
+    """
+
+    length: int
+    base: int
+    time: int
+    time_step: int
+    height: int
+    width: int
+    skip: int
+
+
+class TableRun(NamedTuple):
+    """``length`` tokens whose positions are the columns of ``table``, (num_axes, length), read-only."""
+
+    length: int
+    table: NDArray[Any]
+
+
+Run = TextRun | GridRun | TableRun
+Runs = int | tuple[Run, ...]
+
+
+def write(runs: Runs, start: int, stop: int, out: NDArray[Any]) -> None:
+    """Write the positions of tokens ``[start, stop)`` of a node into ``out``, (num_axes, stop - start)."""
+    if isinstance(runs, int):
+        out[:] = np.arange(runs + start, runs + stop)
+        return
+    at = 0
+    for run in runs:
+        first = max(start, at)
+        last = min(stop, at + run.length)
+        if first < last:
+            _write_run(run, first - at, last - at, out[:, first - start : last - start])
+        at += run.length
+        if at >= stop:
+            return
+
+
+def _write_run(run: Run, first: int, last: int, out: NDArray[Any]) -> None:
+    if isinstance(run, TextRun):
+        out[:] = np.arange(run.base + first, run.base + last)
+    elif isinstance(run, GridRun):
+        frame, place = np.divmod(np.arange(run.skip + first, run.skip + last), run.height * run.width)
+        row, column = np.divmod(place, run.width)
+        out[0] = run.time + frame * run.time_step
+        out[1] = run.base + row
+        out[2] = run.base + column
+    else:
+        out[:] = run.table[:, first:last]
+
+
+def grid_runs(base: int, times: Sequence[int], height: int, width: int, first: int, last: int) -> list[GridRun]:
+    """Runs for placeholders ``[first, last)`` of a block whose frame f stands at time ``base + times[f]``.
+
+    One run for each stretch of frames that are equally far apart; times that were rounded need several.
+    """
+    frame_size = height * width
+    runs = []
+    frame = first // frame_size
+    end = -(-last // frame_size)
+    while frame < end:
+        step = times[frame + 1] - times[frame] if frame + 1 < end else 0
+        beyond = frame + 1
+        while beyond < end and times[beyond] - times[beyond - 1] == step:
+            beyond += 1
+        start, stop = max(first, frame * frame_size), min(last, beyond * frame_size)
+        runs.append(GridRun(stop - start, base, base + times[frame], step, height, width, start - frame * frame_size))
+        frame = beyond
+    return runs

@@ -1,0 +1,195 @@
+"""Token ids: checked once at the edge, kept once in shared arenas, read as arrays that nobody can write to.
+
+Inside the package a run of tokens is ``bytes`` of little-endian int32. An :class:`Extent` is a growable arena for one line of
+descent: a node that ends where its extent ends lets its first child write on in place, every other child opens an extent of
+its own that copies nothing. Bytes are written once, before any node that covers them exists, and never again; growth makes a
+new buffer and leaves old ones to their readers. Writing needs the lock of the extent's owner; reading needs none.
+"""
+
+from __future__ import annotations
+
+import operator
+from array import array
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sessiontree.errors import OutOfRange
+from sessiontree.frozen import to_numpy
+
+INT32: Final = np.dtype("<i4")
+TOKEN_BYTES: Final = 4
+MAX_TOKEN_ID: Final = 2**31 - 1
+
+#: Windows up to this many tokens are handed out as copies (0.2-0.5 µs), longer ones as views of the arena. NumPy's read-only flag
+#: means nothing to ``torch.from_numpy``; a tensor made over a copy reaches nobody else.
+COPIED_WINDOW: Final = 4096
+
+_NO_TOKENS: Final[NDArray[np.int32]] = np.frombuffer(bytes(TOKEN_BYTES), INT32)[:0]
+
+TokenIds = Any  # a sequence, array or tensor of ints in 0..2**31-1; annotated as what it is, checked by `token_bytes`
+
+
+class Position(int):
+    """A position, as the model counts them. It compares and computes as an int, but is refused where a token index is wanted."""
+
+    __slots__ = ()
+
+    def __add__(self, other: int) -> Position:
+        return Position(int(self) + other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: int) -> Position:
+        return Position(int(self) - other)
+
+
+def as_index(value: Any, what: str) -> int:
+    """``value`` as a token index or count; TypeError for floats, bools and positions."""
+    if type(value) is int:
+        return value
+    if isinstance(value, (Position, bool, np.bool)):
+        raise TypeError(f"{what} is a token index, not a {type(value).__name__}")
+    return operator.index(value)
+
+
+def window(start: Any, stop: Any, length: int) -> tuple[int, int]:
+    """The half-open window ``[start, stop)`` of a path of ``length`` tokens; a ``stop`` of None is the end."""
+    first = as_index(start, "start")
+    last = length if stop is None else as_index(stop, "stop")
+    if not 0 <= first <= last <= length:
+        raise OutOfRange(f"window [{first}, {last}) outside the path's [0, {length})", value=(first, last), limit=length)
+    return first, last
+
+
+def token_bytes(token_ids: TokenIds) -> bytes:
+    """``token_ids`` as little-endian int32, owned and checked.
+
+    Raises TypeError for what is not a one-dimensional run of integers, OutOfRange naming the first id outside 0..2**31-1.
+    """
+    if type(token_ids) is np.ndarray and token_ids.dtype is INT32 and token_ids.ndim == 1:
+        data = token_ids.tobytes()
+    else:
+        data = _converted(token_ids)
+    # The sign bit of a little-endian int32 is the top bit of its fourth byte, which is what isascii() looks for.
+    if not data[3::TOKEN_BYTES].isascii():
+        ids = np.frombuffer(data, INT32)
+        at = int((ids < 0).argmax())
+        _refuse(at, int(ids[at]))
+    return data
+
+
+def _converted(token_ids: TokenIds) -> bytes:
+    token_ids = to_numpy(token_ids)
+    if isinstance(token_ids, (bytes, bytearray, memoryview, array, range)) or hasattr(token_ids, "__array_interface__"):
+        ids = np.asarray(memoryview(token_ids) if isinstance(token_ids, (bytes, bytearray)) else token_ids)
+        if ids.dtype.kind not in "iu" and not (ids.size == 0 and ids.ndim == 1):
+            raise TypeError(f"token ids are integers, not {ids.dtype}")
+        if ids.ndim != 1:
+            raise TypeError(f"token ids are one-dimensional, not of shape {ids.shape}")
+        outside = (ids < 0) | (ids > MAX_TOKEN_ID)
+        if outside.any():
+            at = int(outside.argmax())
+            _refuse(at, int(ids[at]))
+        return ids.astype(INT32).tobytes()
+    if isinstance(token_ids, str) or not isinstance(token_ids, Sequence):
+        raise TypeError(f"token ids are a sequence or array of ints, not {type(token_ids).__name__}")
+    try:
+        return array("i", token_ids).tobytes()
+    except OverflowError:
+        at = next(at for at, value in enumerate(token_ids) if not 0 <= value <= MAX_TOKEN_ID)
+        _refuse(at, token_ids[at])
+        raise
+
+
+def _refuse(at: int, value: int) -> None:
+    raise OutOfRange(f"token {at} is {value}, outside 0..{MAX_TOKEN_ID}", index=at, value=value, limit=MAX_TOKEN_ID)
+
+
+def token_array(data: bytes) -> NDArray[np.int32]:
+    """Token bytes as a read-only int32 array over them."""
+    return np.frombuffer(data, INT32) if data else _NO_TOKENS
+
+
+class _Address:
+    """Just enough of NumPy's array interface to name a piece of memory."""
+
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__array_interface__ = interface
+
+
+def _writer(buffer: bytes) -> memoryview:
+    """The one writable view of an arena's memory.
+
+    The memory belongs to a ``bytes`` object so that everything handed out over it is read-only down to its last base; this is
+    the only way in, and it stays with the extent.
+    """
+    address = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    interface = {"data": (address, False), "shape": (len(buffer),), "typestr": "|u1", "version": 3}
+    writable: Any = np.asarray(_Address(interface))
+    return memoryview(writable)
+
+
+class Extent:
+    """A growable run of token bytes that begins at path index ``origin``; what lies before is the business of ``parent``.
+
+    ``end``: path index after the last token written. ``owner``: whose lock guards writing. ``buffer`` is published whole: a
+    reader takes it once, and whatever its node covers is in it.
+    """
+
+    __slots__ = ("_capacity", "_write", "buffer", "end", "origin", "owner", "parent")
+
+    def __init__(self, owner: object, parent: Extent | None, origin: int, data: bytes) -> None:
+        self.owner = owner
+        self.parent = parent
+        self.origin = origin
+        self.end = origin + len(data) // TOKEN_BYTES
+        self.buffer = data
+        self._capacity = 0  # a caller's bytes are not ours to write to
+        self._write: memoryview | None = None
+
+    def append(self, data: bytes) -> None:
+        """Write ``data`` behind the last token. The caller holds the owner's lock and has seen that ``end`` is its own."""
+        used = (self.end - self.origin) * TOKEN_BYTES
+        needed = used + len(data)
+        if needed > self._capacity:
+            self._grow(used, needed)
+        self._write[used:needed] = data  # type: ignore[index]
+        self.end += len(data) // TOKEN_BYTES
+
+    def _grow(self, used: int, needed: int) -> None:
+        capacity = max(64, needed + needed // 2)
+        buffer = bytes(capacity)
+        write = _writer(buffer)
+        write[:used] = self.buffer[:used]
+        self._write = write
+        self._capacity = capacity
+        self.buffer = buffer
+
+    def read(self, start: int, stop: int) -> NDArray[np.int32]:
+        """Path tokens ``[start, stop)`` of a node on this extent, as a read-only int32 array."""
+        if start == stop:
+            return _NO_TOKENS
+        offset = (start - self.origin) * TOKEN_BYTES
+        if offset < 0:
+            return np.frombuffer(self.read_bytes(start, stop), INT32)
+        count = stop - start
+        if count <= COPIED_WINDOW:
+            return np.frombuffer(self.buffer[offset : offset + count * TOKEN_BYTES], INT32)
+        return np.frombuffer(self.buffer, INT32, count, offset)
+
+    def read_bytes(self, start: int, stop: int) -> bytes:
+        """Path tokens ``[start, stop)`` as bytes, gathered over the extents that hold them."""
+        pieces = []
+        extent: Extent | None = self
+        while stop > start and extent is not None:
+            first = max(start, extent.origin)
+            if first < stop:
+                at = extent.origin
+                pieces.append(memoryview(extent.buffer)[(first - at) * TOKEN_BYTES : (stop - at) * TOKEN_BYTES])
+                stop = first
+            extent = extent.parent
+        pieces.reverse()
+        return b"".join(pieces)

@@ -1,0 +1,577 @@
+"""The session tree as a persistent value, and the index its versions share.
+
+A :class:`SessionTree` is (index, count, heads): it sees the first ``count`` nodes of an add-only index. Appending to the newest
+version adds to the index and gives a value that sees one more; appending to an older version opens a layer over what that
+version sees. No version ever changes, and none copies. Children are derived from parents and never stored twice.
+
+An index is written under its lock and only through a value that is newest; readers need no lock, since a value never looks
+beyond its own count.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import attrs
+from numpy.typing import ArrayLike
+from pyrsistent import PMap, pmap
+
+from sessiontree.digest import ID_BYTES
+from sessiontree.edits import Edit, plan_prefix, plan_rewrite
+from sessiontree.errors import HeadMoved, KeyTaken, LimitExceeded, NameTaken, OutOfRange, UnknownHead, UnknownNode
+from sessiontree.frozen import checked_text, freeze_metadata, seal
+from sessiontree.media import MediaItem
+from sessiontree.node import NO_DETAILS, Details, Lineage, Namespace, Node, Origin, make_child, make_root
+from sessiontree.positions import ExternalPositions, PositionScheme
+from sessiontree.positions import scheme as scheme_named
+from sessiontree.tokens import TOKEN_BYTES, Extent, TokenIds, as_index, token_bytes
+from sessiontree.turns import Pending, Turn, plan_turn
+
+#: Layers deeper than this are flattened into one, so that a lookup visits few.
+MAX_LAYERS: Final = 16
+
+UNSET: Final[Any] = object()
+
+
+class Head(NamedTuple):
+    """A named place in a tree. ``version`` grows with every move of any head, so that it never repeats."""
+
+    node: Node
+    version: int
+
+
+class Limits(NamedTuple):
+    """Context limits of a session: tokens on a path, and how many of them are kept free for output."""
+
+    max_tokens: int | None = None
+    reserve_output: int = 0
+
+
+class NodeIndex:
+    """Nodes in commit order, add-only, with the two ways to find them: by id and by (parent, key).
+
+    ``base``: what it lies over, either an older version of another index (that index and a count) or, for a forked session, the
+    path of ``tip``. Ordinals count from the bottom, so they agree in every layer.
+    """
+
+    __slots__ = (
+        "_children_seen",
+        "_first_child",
+        "_last_child",
+        "_next_sibling",
+        "_tip_ids",
+        "base",
+        "base_count",
+        "by_id",
+        "by_key",
+        "layers",
+        "limits",
+        "lock",
+        "nodes",
+        "root",
+        "tip",
+    )
+
+    def __init__(
+        self,
+        root: Node,
+        limits: Limits,
+        *,
+        base: NodeIndex | None = None,
+        base_count: int = 0,
+        tip: Node | None = None,
+    ) -> None:
+        self.root = root
+        self.limits = limits
+        self.base = base
+        self.tip = tip
+        self.base_count = base_count if tip is None else tip.depth + 1
+        self.layers: int = 0 if base is None else base.layers + 1
+        self.lock = threading.Lock()
+        self.nodes: list[Node] = []
+        self.by_id: dict[bytes, int] = {}  # bytes and ints only: the garbage collector never walks it
+        self.by_key: dict[bytes, int] = {}
+        self._tip_ids: dict[bytes, int] | None = None
+        self._children_seen = 0
+        self._first_child: dict[bytes, int] = {}
+        self._last_child: dict[bytes, int] = {}
+        self._next_sibling = array("q")
+
+    @property
+    def count(self) -> int:
+        return self.base_count + len(self.nodes)
+
+    def add(self, node: Node) -> None:
+        """Add a node; the lock is held and ``node``'s id is not visible yet."""
+        ordinal = self.base_count + len(self.nodes)
+        self.nodes.append(node)
+        self.by_id[node.id] = ordinal
+        if node.key is not None and node.parent is not None:
+            self.by_key[node.parent.id + node.key.encode()] = ordinal
+
+    def find(self, node_id: bytes, count: int) -> Node | None:
+        """The node of this id among the first ``count``."""
+        index: NodeIndex | None = self
+        while index is not None:
+            ordinal = index.by_id.get(node_id)
+            if ordinal is not None and ordinal < count:
+                return index.nodes[ordinal - index.base_count]
+            if index.tip is not None:
+                depth = index._ids_of_tip().get(node_id)
+                return None if depth is None else index.tip.ancestor(depth)
+            count = min(count, index.base_count)
+            index = index.base
+        return None
+
+    def find_child(self, parent: Node, child_id: bytes, key: str | None, count: int) -> Node | None:
+        """A child of ``parent`` that has this id, or else this key, among the first ``count``."""
+        if key is None and not self.base_count and child_id not in self.by_id:
+            return None  # by far the commonest case: new content, one layer
+        slot = None if key is None else parent.id + key.encode()
+        index: NodeIndex | None = self
+        while index is not None:
+            ordinal = index.by_id.get(child_id)
+            if (ordinal is None or ordinal >= count) and slot is not None:
+                ordinal = index.by_key.get(slot)
+            if ordinal is not None and ordinal < count:
+                return index.nodes[ordinal - index.base_count]
+            tip = index.tip
+            if tip is not None:
+                if parent.depth < tip.depth:
+                    child = tip.ancestor(parent.depth + 1)
+                    if child.parent == parent and (child.id == child_id or (key is not None and child.key == key)):
+                        return child
+                return None
+            count = min(count, index.base_count)
+            index = index.base
+        return None
+
+    def _ids_of_tip(self) -> dict[bytes, int]:
+        ids = self._tip_ids
+        if ids is None:
+            assert self.tip is not None
+            ids = self._tip_ids = {node.id: node.depth for node in self.tip.path()}
+        return ids
+
+    def layers_upward(self, count: int) -> list[tuple[NodeIndex, int]]:
+        """(layer, how many nodes are visible in it and below), the lowest first."""
+        found = []
+        index: NodeIndex | None = self
+        while index is not None:
+            found.append((index, count))
+            count = min(count, index.base_count)
+            index = index.base
+        found.reverse()
+        return found
+
+    def children(self, parent: Node, count: int) -> list[Node]:
+        """Children of ``parent`` among the first ``count``, in commit order."""
+        found: list[Node] = []
+        for index, visible in self.layers_upward(count):
+            if index.tip is not None and parent.depth < index.tip.depth:
+                child = index.tip.ancestor(parent.depth + 1)
+                if child.parent == parent:
+                    found.append(child)
+            index._see_children()
+            ordinal = index._first_child.get(parent.id, -1)
+            while 0 <= ordinal < visible:
+                found.append(index.nodes[ordinal - index.base_count])
+                ordinal = index._next_sibling[ordinal - index.base_count]
+        return found
+
+    def _see_children(self) -> None:
+        """Link every node that was added since the last time behind its elder siblings."""
+        if self._children_seen == len(self.nodes):
+            return
+        with self.lock:
+            for at in range(self._children_seen, len(self.nodes)):
+                self._next_sibling.append(-1)
+                parent = self.nodes[at].parent
+                if parent is None:
+                    continue
+                ordinal = self.base_count + at
+                elder = self._last_child.get(parent.id)
+                if elder is None:
+                    self._first_child[parent.id] = ordinal
+                else:
+                    self._next_sibling[elder - self.base_count] = ordinal
+                self._last_child[parent.id] = ordinal
+            self._children_seen = len(self.nodes)
+
+
+@attrs.frozen(init=False, eq=False, repr=False)
+class SessionTree:
+    """A tree of turns as a value: every operation returns a new value and leaves this one as it was.
+
+    ``len`` counts its nodes, the root included; iterating goes through them in commit order; ``in`` takes a node or an id.
+    Trees compare by identity.
+    """
+
+    _index: NodeIndex
+    _count: int
+    _heads: PMap[str, Head]
+    _moves: int
+    _writes: bool  # whether it may add to its index while it is the newest value of it
+
+    def __init__(
+        self,
+        scheme: PositionScheme | str,
+        namespace: Namespace | Mapping[str, str | None] | str | None = None,
+        *,
+        model_fingerprint: str = "",
+        max_tokens: int | None = None,
+        reserve_output: int = 0,
+    ) -> None:
+        scheme = scheme_named(scheme) if isinstance(scheme, str) else scheme
+        if not isinstance(scheme, PositionScheme):
+            raise TypeError(f"a scheme is a PositionScheme or its name, not {type(scheme).__name__}")
+        checked_text(model_fingerprint, "a model fingerprint")
+        limits = _checked_limits(max_tokens, reserve_output)
+        extent = Extent(None, None, 0, b"")
+        root = make_root(Lineage(scheme, Namespace.of(namespace), model_fingerprint), extent)
+        index = NodeIndex(root, limits)
+        extent.owner = index
+        index.add(root)
+        _set_index(self, index)
+        _set_count(self, 1)
+        _set_heads(self, pmap())
+        _set_moves(self, 0)
+        _set_writes(self, True)
+
+    # Reading
+
+    @property
+    def root(self) -> Node:
+        """Depth 0, no tokens."""
+        return self._index.root
+
+    @property
+    def scheme(self) -> PositionScheme:
+        """The position scheme of every node."""
+        return self._index.root.scheme
+
+    @property
+    def limits(self) -> Limits:
+        """Context limits that appends and drafts are held to."""
+        return self._index.limits
+
+    @property
+    def heads(self) -> PMap[str, Head]:
+        """Named places."""
+        return self._heads
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Node]:
+        for index, visible in self._index.layers_upward(self._count):
+            if index.tip is not None:
+                yield from index.tip.path()
+            yield from index.nodes[: visible - index.base_count]
+
+    def __contains__(self, node: object) -> bool:
+        if isinstance(node, Node):
+            return self._find(node) is not None
+        return isinstance(node, bytes) and self._index.find(node, self._count) is not None
+
+    def node(self, node_id: bytes) -> Node:
+        """The node of this id. Raises UnknownNode."""
+        if not isinstance(node_id, (bytes, bytearray)):
+            raise TypeError(f"a node id is {ID_BYTES} bytes, not {type(node_id).__name__}")
+        found = self._index.find(bytes(node_id), self._count)
+        if found is None:
+            raise UnknownNode(f"no node {bytes(node_id[:4]).hex()} in this tree", node_id=bytes(node_id))
+        return found
+
+    def resolve(self, node: Node | bytes) -> Node:
+        """This tree's own object for a node or an id. Raises UnknownNode, TypeError."""
+        if not isinstance(node, Node):
+            return self.node(node)
+        found = self._find(node)
+        if found is None:
+            raise UnknownNode(f"{node!r} is no node of this tree", node_id=node.id)
+        return found
+
+    def _find(self, node: Node) -> Node | None:
+        index = self._index
+        ordinal = index.by_id.get(node.id)
+        if ordinal is not None and ordinal < self._count:
+            return index.nodes[ordinal - index.base_count]
+        tip = index.tip
+        if tip is not None and node.depth <= tip.depth:  # without the ids of the whole path
+            found = tip.ancestor(node.depth)
+            return found if found.id == node.id else None
+        return index.find(node.id, self._count)
+
+    def children(self, node: Node | bytes) -> tuple[Node, ...]:
+        """Children in commit order."""
+        return tuple(self._index.children(self.resolve(node), self._count))
+
+    def siblings(self, node: Node | bytes) -> tuple[Node, ...]:
+        """The other children of its parent, in commit order."""
+        node = self.resolve(node)
+        return () if node.parent is None else tuple(other for other in self.children(node.parent) if other.id != node.id)
+
+    def leaves(self) -> tuple[Node, ...]:
+        """Nodes without children, in commit order."""
+        parents = {node.parent.id for node in self if node.parent is not None}
+        return tuple(node for node in self if node.id not in parents)
+
+    def head(self, name: str) -> Head:
+        """The head of this name. Raises UnknownHead."""
+        found = self._heads.get(name)
+        if found is None:
+            raise UnknownHead(f"no head {name!r}", name=name)
+        return found
+
+    def __repr__(self) -> str:
+        return f"<SessionTree {self.root.id[:4].hex()} {self.scheme.name} nodes={self._count} heads={sorted(self._heads)}>"
+
+    def __copy__(self) -> SessionTree:
+        return self
+
+    def __deepcopy__(self, memo: object) -> SessionTree:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a session tree is not pickled")
+
+    # New values
+
+    def append(
+        self,
+        parent: Node | bytes,
+        token_ids: TokenIds,
+        *,
+        media: Iterable[MediaItem] = (),
+        role: str = "user",
+        metadata: Mapping[str, Any] | None = None,
+        key: str | None = None,
+        positions: ExternalPositions | ArrayLike | None = None,
+    ) -> tuple[SessionTree, Node]:
+        """A prefilled turn under any node: (the tree with it, the node).
+
+        Equal content under the same parent is the same node: the tree comes back as it is, whatever the metadata. The same
+        ``key`` with other content raises KeyTaken. ``positions``: this turn's position table where it comes from elsewhere.
+        Raises UnknownNode, LimitExceeded, OutOfRange, MediaSpanError, PositionError; nothing has changed then.
+        """
+        parent = self.resolve(parent)
+        turn = plan_turn(parent._lineage.scheme, parent, token_bytes(token_ids), media, "input", role, key, positions)
+        return self.attach(parent, turn, Details(freeze_metadata(metadata)) if metadata else NO_DETAILS)
+
+    def truncate(self, node: Node | bytes, length: int) -> tuple[SessionTree, Node]:
+        """The first ``length`` tokens of a node's path.
+
+        Where a node of the path ends there, the deepest such node. Otherwise a sibling of the node that is cut, which views its
+        first tokens: same role and metadata, no finish reason, a ``prefix_of`` link. Raises OutOfRange outside 0..stop and
+        MediaSpanError inside a media span.
+        """
+        node = self.resolve(node)
+        if not 0 <= as_index(length, "length") <= node.stop:
+            raise OutOfRange(f"length {length} outside 0..{node.stop} of {node!r}", value=length, limit=node.stop)
+        return self.attached(*plan_prefix(node, length))
+
+    def drop_last(self, node: Node | bytes, count: int) -> tuple[SessionTree, Node]:
+        """A node's path without its last ``count`` tokens. As :meth:`truncate`."""
+        node = self.resolve(node)
+        if not 0 <= as_index(count, "count") <= node.stop:
+            raise OutOfRange(f"count {count} outside 0..{node.stop} of {node!r}", value=count, limit=node.stop)
+        return self.truncate(node, node.stop - count)
+
+    def replace(
+        self,
+        node: Node | bytes,
+        token_ids: TokenIds,
+        *,
+        head: str,
+        expected: Head | Node | None = UNSET,
+        media: Iterable[MediaItem] = (),
+        role: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        key: str | None = None,
+        positions: ExternalPositions | ArrayLike | None = None,
+    ) -> tuple[SessionTree, Node]:
+        """Another turn in the place of ``node``: a new child of its parent, and ``head`` moved to it, in one step.
+
+        ``node``, its siblings and all below them stay. ``role`` None keeps the role. Raises what append and set_head raise.
+        """
+        node = self.resolve(node)
+        if node.parent is None:
+            raise OutOfRange("the root has no parent to branch from; set a head to the root instead", value=0, limit=1)
+        self._check_head(head, expected)
+        role = node.role or "" if role is None else role
+        tree, new = self.append(node.parent, token_ids, media=media, role=role, metadata=metadata, key=key, positions=positions)
+        return tree.set_head(head, new)[0], new
+
+    def rewrite(self, node: Node | bytes, edits: Iterable[Edit | Sequence[Any]]) -> tuple[SessionTree, Node]:
+        """A path like ``node``'s with some of its tokens replaced: (the tree with it, its last node).
+
+        ``edits``: :class:`Edit` values or (start, stop, token_ids, media) tuples in path coordinates, half-open, in order. The
+        longest unchanged prefix is shared; turns after it are made anew, prefilled, with their role and metadata, media moved
+        along, each with a ``derived_from`` link that says how many tokens are reused. An item goes where an edit covers its whole
+        span; an edit that cuts a span raises MediaSpanError. Raises OutOfRange for edits that overlap or leave the path.
+        """
+        return self.attached(*plan_rewrite(self.resolve(node), edits))
+
+    def set_head(self, name: str, node: Node | bytes, expected: Head | Node | None = UNSET) -> tuple[SessionTree, Head]:
+        """Create or move a head: (the tree with it, the head).
+
+        Without ``expected`` there is no check; None: the name must be free, else NameTaken; a Head or Node: it must be what is
+        there, else HeadMoved, whose ``actual`` is the Head that is. Raises UnknownNode.
+        """
+        self._check_head(name, expected)
+        head = Head(self.resolve(node), self._moves + 1)
+        return self._with_heads(self._heads.set(name, head), head.version), head
+
+    def _check_head(self, name: str, expected: Head | Node | None) -> None:
+        checked_text(name, "a head's name")
+        actual = self._heads.get(name)
+        if expected is None:
+            if actual is not None:
+                raise NameTaken(f"head {name!r} exists, at {actual.node!r}", name=name, actual=actual)
+        elif expected is not UNSET:
+            if not isinstance(expected, (Head, Node)):
+                raise TypeError(f"expected is a Head, a Node or None, not {type(expected).__name__}")
+            there = actual if isinstance(expected, Head) or actual is None else actual.node
+            if there != expected:
+                raise HeadMoved(f"head {name!r} is at {actual}, not at {expected}", name=name, actual=actual)
+
+    def drop_head(self, name: str) -> SessionTree:
+        """The tree without this head. Raises UnknownHead."""
+        self.head(name)
+        return self._with_heads(self._heads.remove(name), self._moves)
+
+    def _with_heads(self, heads: PMap[str, Head], moves: int) -> SessionTree:
+        return _value(self._index, self._count, heads, moves, self._writes)
+
+    def forked(self, node: Node | bytes) -> SessionTree:
+        """A tree that holds the path of ``node`` and nothing else; nodes are shared, heads are not. O(1)."""
+        index = NodeIndex(self.root, self.limits, tip=self.resolve(node))
+        return _value(index, index.count, pmap(), 0, True)
+
+    def read_only(self) -> SessionTree:
+        """The same value, except that what is appended to it goes to a layer of its own.
+
+        Whoever goes on writing to the index hands out this: other people's values then never stand in its way.
+        """
+        return _value(self._index, self._count, self._heads, self._moves, False)
+
+    # Attaching what was planned
+
+    def attached(self, parent: Node, turns: Sequence[Pending]) -> tuple[SessionTree, Node]:
+        """Make nodes of a chain of planned turns under ``parent``; all of them or none."""
+        if turns:
+            stop = parent.stop + sum(len(pending.turn.data) for pending in turns) // TOKEN_BYTES
+            self._check_limit(stop, turns[-1].turn.origin)
+        tree, node = self, parent
+        for turn, details, extent in turns:
+            tree, node = tree.attach(node, turn, details, extent)
+        return tree, node
+
+    def attach(
+        self, parent: Node, turn: Turn, details: Details = NO_DETAILS, extent: Extent | None = None
+    ) -> tuple[SessionTree, Node]:
+        """Make a node of a planned turn under ``parent``, one of this tree's own nodes.
+
+        A node of the same content is returned as it is. ``extent`` already holds the turn's tokens at its place; None: they are
+        written to the parent's where it ends there, else to a new one. Raises KeyTaken, LimitExceeded, OutOfRange.
+        """
+        with self._index.lock:
+            index = self._index
+            found = index.find_child(parent, turn.id, turn.key, self._count)
+            if found is not None:
+                if found.id != turn.id:
+                    raise KeyTaken(f"key {turn.key!r} under {parent!r} names other content: {found!r}", key=turn.key, node=found)
+                return self, found
+            data = turn.data
+            stop = parent.stop + len(data) // TOKEN_BYTES
+            if index.limits.max_tokens is not None:
+                self._check_limit(stop, turn.origin)
+            if not self._writes or index.base_count + len(index.nodes) != self._count:
+                index = _layer(self, index)
+            if extent is None:
+                extent = parent._extent
+                if data:
+                    if extent.owner is index and extent.end == parent.stop:
+                        extent.append(data)
+                    else:
+                        extent = Extent(index, extent, parent.stop, data)
+                elif parent.parent is None:
+                    raise OutOfRange("an empty turn under the root says nothing", value=0, limit=1)
+            node = make_child(
+                parent,
+                turn.id,
+                stop,
+                turn.media,
+                turn.origin,
+                turn.role,
+                turn.key,
+                turn.decoded,
+                turn.replayed,
+                details,
+                extent,
+            )
+            index.add(node)
+            tree = _new(SessionTree)
+            _set_index(tree, index)
+            _set_count(tree, self._count + 1)
+            _set_heads(tree, self._heads)
+            _set_moves(tree, self._moves)
+            _set_writes(tree, True)
+            return tree, node
+
+    def _check_limit(self, stop: int, origin: Origin) -> None:
+        limits = self._index.limits
+        if limits.max_tokens is None:
+            return
+        reserved = limits.reserve_output if origin == "input" else 0
+        if stop > limits.max_tokens - reserved:
+            kept = f", {reserved} of them kept for output" if reserved else ""
+            raise LimitExceeded(
+                f"a path of {stop} tokens; the session allows {limits.max_tokens}{kept}",
+                value=stop,
+                limit=limits.max_tokens - reserved,
+            )
+
+
+def _layer(tree: SessionTree, index: NodeIndex) -> NodeIndex:
+    """An index over what ``tree`` sees of ``index``."""
+    if index.layers < MAX_LAYERS:
+        return NodeIndex(index.root, index.limits, base=index, base_count=tree._count)
+    layers = index.layers_upward(tree._count)
+    flat = NodeIndex(index.root, index.limits, tip=layers[0][0].tip)
+    for layer, visible in layers:
+        for node in layer.nodes[: visible - layer.base_count]:
+            flat.add(node)
+    return flat
+
+
+def _checked_limits(max_tokens: int | None, reserve_output: int) -> Limits:
+    reserve = as_index(reserve_output, "reserve_output")
+    if max_tokens is not None and not 0 <= reserve <= as_index(max_tokens, "max_tokens"):
+        raise LimitExceeded(f"reserve_output {reserve} outside 0..max_tokens {max_tokens}", value=reserve, limit=max_tokens)
+    if reserve < 0:
+        raise LimitExceeded(f"reserve_output {reserve} is below 0", value=reserve, limit=0)
+    return Limits(max_tokens, reserve)
+
+
+_SET = seal(SessionTree)
+_new = object.__new__
+_set_index = _SET["_index"]
+_set_count = _SET["_count"]
+_set_heads = _SET["_heads"]
+_set_moves = _SET["_moves"]
+_set_writes = _SET["_writes"]
+
+
+def _value(index: NodeIndex, count: int, heads: PMap[str, Head], moves: int, writes: bool) -> SessionTree:
+    tree: SessionTree = _new(SessionTree)
+    _set_index(tree, index)
+    _set_count(tree, count)
+    _set_heads(tree, heads)
+    _set_moves(tree, moves)
+    _set_writes(tree, writes)
+    return tree

@@ -1,0 +1,98 @@
+"""Turns: new content, checked and placed, before any tree holds it.
+
+:func:`plan_turn` does all of an append that can fail: token ids, media, positions, identity. What it returns only needs to be
+attached. A plan may continue from another plan, so several turns can be checked before the first of them becomes a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+from numpy.typing import ArrayLike
+
+from sessiontree.digest import content_head, node_id
+from sessiontree.frozen import checked_text
+from sessiontree.media import MediaItem, in_token_order
+from sessiontree.node import NO_DETAILS, Details, Node, Origin, Placed
+from sessiontree.positions import ExternalPositions, PositionScheme, PositionState
+from sessiontree.tokens import TOKEN_BYTES, Extent
+
+
+class Turn(NamedTuple):
+    """A turn ready to be a node: its id, token bytes, what it is, and its positions in both modes."""
+
+    id: bytes
+    data: bytes
+    media: tuple[MediaItem, ...]
+    origin: Origin
+    role: str
+    key: str | None
+    decoded: Placed
+    replayed: Placed
+
+
+def plan_turn(
+    scheme: PositionScheme,
+    parent: Node | Turn,
+    data: bytes,
+    media: Iterable[MediaItem] = (),
+    origin: Origin = "input",
+    role: str = "user",
+    key: str | None = None,
+    external: ExternalPositions | ArrayLike | None = None,
+) -> Turn:
+    """Check and place token bytes that follow ``parent``. ``external`` replaces the scheme's positions for this turn.
+
+    Raises TypeError, MediaSpanError, PositionError, PositionLimitExceeded; changes nothing.
+    """
+    if type(role) is not str or not role.isascii():
+        checked_text(role, "role")
+    if key is not None:
+        checked_text(key, "key")
+    decoded_state, replayed_state = parent.decoded.state, parent.replayed.state
+    items: tuple[MediaItem, ...] = tuple(media)
+    table: Any = None
+    if external is not None:
+        external = external if isinstance(external, ExternalPositions) else ExternalPositions(external)
+        table = external.fields()
+        decoded = _place_table(scheme, decoded_state, data, items, external)
+        replayed = decoded if replayed_state is decoded_state else _place_table(scheme, replayed_state, data, items, external)
+    elif origin == "input":
+        decoded = _placed(scheme.plan(decoded_state, data, items))
+        replayed = decoded if replayed_state is decoded_state else _placed(scheme.plan(replayed_state, data, items))
+    else:
+        decoded = _placed(scheme.plan_decode(decoded_state, len(data) // TOKEN_BYTES))
+        replayed = _placed(scheme.plan(replayed_state, data))
+        if replayed == decoded:
+            replayed = decoded
+    if items:
+        items = in_token_order(items)
+        head = content_head(origin, role, key, tuple(item.fields() for item in items), table)
+    else:
+        head = content_head(origin, role, key, (), table)
+    return _turn((node_id(parent.id, head, data), data, items, origin, role, key, decoded, replayed))
+
+
+# As Placed(...) and Turn(...), without a Python call.
+_placed = partial(tuple.__new__, Placed)
+_turn = partial(tuple.__new__, Turn)
+
+
+def _place_table(
+    scheme: PositionScheme,
+    state: PositionState,
+    data: bytes,
+    media: tuple[MediaItem, ...],
+    external: ExternalPositions,
+) -> Placed:
+    return Placed(*scheme.plan_table(state, len(data) // TOKEN_BYTES, external, media))
+
+
+class Pending(NamedTuple):
+    """A turn with what it carries outside its identity; ``extent``: where its tokens already are, None: nowhere yet."""
+
+    turn: Turn
+    details: Details = NO_DETAILS
+    extent: Extent | None = None

@@ -1,0 +1,78 @@
+"""Inputs of a Hugging Face transformers model, version 5.24, for one request.
+
+transformers finds media by scanning ids, keeps ``rope_deltas`` on the model, and computes positions that miss a cached prefix. So
+positions are always given, placeholders get the ids the model looks for, and an id that only looks like one is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from engine_bridge.request import request_inputs
+from sessiontree import Draft, Node, Unsupported
+from sessiontree.positions import Mode
+
+_TOKEN_TYPES: Final = {"image": 1, "video": 2}
+
+
+def to_transformers(
+    node: Node | Draft, prefix_len: int = 0, device: torch.device | str = "cpu", mode: Mode = "as_decoded"
+) -> dict[str, torch.Tensor]:
+    """Keyword arguments of a model's forward for the path's tokens from ``prefix_len`` on; T = stop - prefix_len.
+
+    ``input_ids`` (1, T) int64, placeholders written as the model's own ids; ``position_ids`` (3, 1, T), or (1, T) for text
+    schemes; ``attention_mask`` (1, stop), the cached prefix included; for schemes with media also ``mm_token_type_ids`` (1, T): 0
+    text, 1 image, 2 video. Pixels and the cache are the caller's to add.
+
+    Raises Unsupported where a window begins inside an item, whose pixels transformers takes whole, where an id outside every
+    span is a placeholder id, and where the scheme was not given the placeholder ids it needs. Otherwise as request_inputs.
+    """
+    inputs = request_inputs(node, prefix_len, device, mode)
+    count = inputs.input_ids.shape[0]
+    given: dict[str, torch.Tensor] = {
+        "input_ids": inputs.input_ids[None],
+        "position_ids": inputs.positions if inputs.positions.shape[0] == 1 else inputs.positions[:, None],
+        "attention_mask": torch.ones((1, prefix_len + count), dtype=torch.int64, device=device),
+    }
+    if inputs.positions.shape[0] == 1:
+        return given
+    types = torch.zeros(count, dtype=torch.int64, device=device)
+    for item, start, stop in inputs.media_spans:
+        if start == prefix_len and _begins_before(node, prefix_len):
+            raise Unsupported(
+                f"token {prefix_len} is inside {item}; transformers takes an item whole",
+                item=item,
+                prefix_len=prefix_len,
+            )
+        placeholder = node.scheme.params.get(f"{item.modality}_token_id")
+        if placeholder is None:
+            raise Unsupported(f"{node.scheme.name} was not given {item.modality}_token_id, which transformers scans for", item=item)
+        inputs.input_ids[start - prefix_len : stop - prefix_len] = placeholder
+        types[start - prefix_len : stop - prefix_len] = _TOKEN_TYPES[item.modality]
+    _refuse_strays(node.scheme.params, inputs.input_ids, types, prefix_len)
+    given["mm_token_type_ids"] = types[None]
+    return given
+
+
+def _begins_before(node: Node | Draft, prefix_len: int) -> bool:
+    """Whether one span holds both the last token before the window and its first."""
+    if not prefix_len:
+        return False
+    around = node.media_spans(prefix_len - 1, prefix_len + 1)
+    return any(start < prefix_len < stop for _, start, stop in around)
+
+
+def _refuse_strays(params: Any, input_ids: torch.Tensor, types: torch.Tensor, prefix_len: int) -> None:
+    for modality in _TOKEN_TYPES:
+        placeholder = params.get(f"{modality}_token_id")
+        if placeholder is None:
+            continue
+        stray = ((input_ids == placeholder) & (types == 0)).nonzero()
+        if len(stray):
+            at = prefix_len + int(stray[0])
+            raise Unsupported(
+                f"token {at} is {modality}_token_id {placeholder} outside every span; transformers would look for its pixels",
+                index=at,
+            )

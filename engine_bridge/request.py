@@ -1,0 +1,79 @@
+"""The inputs of one request: a window of a node's or draft's path as tensors.
+
+Tensors are fresh copies: writing to them, on the CPU too, reaches no node. Positions are cast once, here, to what engines take.
+Nothing in this module remembers anything between calls.
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from sessiontree import Draft, MediaItem, NeedsMedia, Node, OutOfRange
+from sessiontree.node import MediaSpan
+from sessiontree.positions import Mode
+from sessiontree.tokens import as_index
+
+
+@attrs.frozen(eq=False)
+class RequestInputs:
+    """What an engine needs to run path tokens ``[prefix_len, prefix_len + T)`` behind a KV cache of the tokens before.
+
+    ``input_ids``: (T,) int64. ``positions``: (num_axes, T) int64, float32 where the scheme's engine takes floats.
+    ``mrope_position_delta``: (1, 1), same dtype; the token at index i that is decoded after them stands at i + delta, whatever the
+    window. ``media_spans``: (item, start, stop) clipped to the window, in path coordinates. ``needed_items``: items, each once,
+    that have a placeholder in the window, in path order. ``mode``: which positions these are.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    mrope_position_delta: torch.Tensor
+    media_spans: tuple[MediaSpan, ...]
+    needed_items: tuple[MediaItem, ...]
+    mode: Mode
+    prefix_len: int
+
+    def __attrs_post_init__(self) -> None:
+        if self.positions.shape[1] != self.input_ids.shape[0]:  # the fault this project began with
+            raise OutOfRange(
+                f"{self.positions.shape[1]} positions for {self.input_ids.shape[0]} tokens",
+                value=self.positions.shape[1],
+                limit=self.input_ids.shape[0],
+            )
+
+
+def request_inputs(
+    node: Node | Draft,
+    prefix_len: int = 0,
+    device: torch.device | str = "cpu",
+    mode: Mode = "as_decoded",
+    features: bool = False,
+) -> RequestInputs:
+    """Request inputs for the tokens of a node's or draft's path from ``prefix_len`` on.
+
+    ``prefix_len``: how many tokens the engine has in its KV cache already, 0..stop; it may lie in any ancestor, inside media
+    too. ``mode``: "as_decoded" matches the KV that exists, "as_replayed" a prefill of the whole history. ``features``: refuse
+    with NeedsMedia unless the features of every needed item are held; none are kept by this version's stores.
+
+    Raises OutOfRange, PositionError for the mode, NeedsMedia.
+    """
+    if not isinstance(node, (Node, Draft)):
+        raise TypeError(f"request inputs are made of a Node or a Draft, not {type(node).__name__}")
+    prefix_len = as_index(prefix_len, "prefix_len")
+    ids = node.input_ids(prefix_len)
+    positions = node.positions(prefix_len, None, mode)
+    spans = node.media_spans(prefix_len)
+    needed = tuple({item.identity: item for item, _, _ in spans}.values())
+    if features and needed:
+        raise NeedsMedia(f"features of {', '.join(map(str, needed))} are not held", items=needed)
+    delta = node.scheme.mrope_position_delta(node.position_state(mode))
+    dtype = torch.int64 if positions.dtype.kind == "i" else torch.float32
+    return RequestInputs(
+        torch.tensor(ids, dtype=torch.int64, device=device),
+        torch.tensor(positions, dtype=dtype, device=device),
+        torch.tensor([[delta]], dtype=dtype, device=device),
+        spans,
+        needed,
+        mode,
+        prefix_len,
+    )

@@ -217,6 +217,11 @@ class Draft:
         return self.parent.scheme
 
     @property
+    def depth(self) -> int:
+        """The depth its node would have."""
+        return self.parent.depth + 1
+
+    @property
     def stop(self) -> int:
         """Path index after its last token."""
         return self.start + len(self._tokens)

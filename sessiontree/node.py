@@ -221,8 +221,10 @@ class Node:
     def media_spans(self, start: int = 0, stop: int | None = None) -> tuple[MediaSpan, ...]:
         """(item, start, stop) for each span that meets the window, in path order and coordinates, clipped to the window."""
         first, last = window(start, stop, self.stop)
+        if first == last:
+            return ()
         found: list[MediaSpan] = []
-        node = deepest_from(self, max(first, last - 1))._with_media
+        node = deepest_from(self, last - 1)._with_media
         while node is not None and node.stop > first:
             for item, begin, end in reversed(node_spans(node)):
                 if begin < last and end > first:

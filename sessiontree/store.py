@@ -21,11 +21,11 @@ from sessiontree.edits import Edit
 from sessiontree.errors import SessionExists, StaleSession, StoreClosed, UnknownSession
 from sessiontree.frozen import checked_text, freeze_metadata
 from sessiontree.media import MediaItem
-from sessiontree.node import Details, Namespace, Node
+from sessiontree.node import NO_DETAILS, Details, Namespace, Node
 from sessiontree.positions import ExternalPositions, PositionScheme
-from sessiontree.tokens import TokenIds
+from sessiontree.tokens import TokenIds, token_bytes
 from sessiontree.tree import UNSET, Head, SessionTree
-from sessiontree.turns import Turn
+from sessiontree.turns import Turn, plan_turn
 
 __all__ = ["Session", "SessionStore"]
 
@@ -46,7 +46,7 @@ class Session:
         self.incarnation = incarnation
         self._tree = tree
         self._store = store
-        self._lock = threading.Lock()
+        self._lock = tree.lock
         self._closed = False
         self._drafts = itertools.count(1)
 
@@ -126,12 +126,9 @@ class Session:
         positions: ExternalPositions | ArrayLike | None = None,
     ) -> Node:
         """A prefilled turn under any node. See :meth:`SessionTree.append`."""
-        with self._lock:
-            self._check_open()
-            self._tree, node = self._tree.append(
-                parent, token_ids, media=media, role=role, metadata=metadata, key=key, positions=positions
-            )
-        return node
+        parent = self._tree.resolve(parent)
+        turn = plan_turn(parent.scheme, parent, token_bytes(token_ids), media, "input", role, key, positions)
+        return self._attach(parent, turn, Details(freeze_metadata(metadata)) if metadata else NO_DETAILS)
 
     def draft(
         self,
@@ -152,10 +149,10 @@ class Session:
             metadata=freeze_metadata(metadata),
             key=f"{self.id}/{self.incarnation}/{next(self._drafts)}" if key is None else key,
             max_tokens=self.max_tokens,
-            commit=self._commit,
+            commit=self._attach,
         )
 
-    def _commit(self, parent: Node, turn: Turn, details: Details) -> Node:
+    def _attach(self, parent: Node, turn: Turn, details: Details) -> Node:
         with self._lock:
             self._check_open()
             self._tree, node = self._tree.attach(parent, turn, details)

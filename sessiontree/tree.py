@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple
 
 import attrs
@@ -90,7 +91,7 @@ class NodeIndex:
         self.tip = tip
         self.base_count = base_count if tip is None else tip.depth + 1
         self.layers: int = 0 if base is None else base.layers + 1
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.nodes: list[Node] = []
         self.by_id: dict[bytes, int] = {}  # bytes and ints only: the garbage collector never walks it
         self.by_key: dict[bytes, int] = {}
@@ -104,13 +105,14 @@ class NodeIndex:
     def count(self) -> int:
         return self.base_count + len(self.nodes)
 
-    def add(self, node: Node) -> None:
-        """Add a node; the lock is held and ``node``'s id is not visible yet."""
-        ordinal = self.base_count + len(self.nodes)
-        self.nodes.append(node)
-        self.by_id[node.id] = ordinal
-        if node.key is not None and node.parent is not None:
-            self.by_key[node.parent.id + node.key.encode()] = ordinal
+    def add(self, node: Node, node_id: bytes, key_slot: bytes | None) -> None:
+        """Add a node; the lock is held and its id is not visible yet. ``key_slot``: its parent's id and its key, if it has one."""
+        nodes = self.nodes
+        ordinal = self.base_count + len(nodes)
+        self.by_id[node_id] = ordinal
+        if key_slot is not None:
+            self.by_key[key_slot] = ordinal
+        nodes.append(node)
 
     def find(self, node_id: bytes, count: int) -> Node | None:
         """The node of this id among the first ``count``."""
@@ -234,7 +236,7 @@ class SessionTree:
         root = make_root(Lineage(scheme, Namespace.of(namespace), model_fingerprint), extent)
         index = NodeIndex(root, limits)
         extent.owner = index
-        index.add(root)
+        index.add(root, root.id, None)
         _set_index(self, index)
         _set_count(self, 1)
         _set_heads(self, pmap())
@@ -252,6 +254,11 @@ class SessionTree:
     def scheme(self) -> PositionScheme:
         """The position scheme of every node."""
         return self._index.root.scheme
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """What guards additions to its index; re-entrant, so that a writer can hold it around several."""
+        return self._index.lock
 
     @property
     def limits(self) -> Limits:
@@ -359,7 +366,7 @@ class SessionTree:
         Raises UnknownNode, LimitExceeded, OutOfRange, MediaSpanError, PositionError; nothing has changed then.
         """
         parent = self.resolve(parent)
-        turn = plan_turn(parent._lineage.scheme, parent, token_bytes(token_ids), media, "input", role, key, positions)
+        turn = plan_turn(parent.scheme, parent, token_bytes(token_ids), media, "input", role, key, positions)
         return self.attach(parent, turn, Details(freeze_metadata(metadata)) if metadata else NO_DETAILS)
 
     def truncate(self, node: Node | bytes, length: int) -> tuple[SessionTree, Node]:
@@ -479,17 +486,17 @@ class SessionTree:
         A node of the same content is returned as it is. ``extent`` already holds the turn's tokens at its place; None: they are
         written to the parent's where it ends there, else to a new one. Raises KeyTaken, LimitExceeded, OutOfRange.
         """
-        with self._index.lock:
-            index = self._index
-            found = index.find_child(parent, turn.id, turn.key, self._count)
+        index = self._index
+        turn_id, data, media, origin, role, key, decoded, replayed = turn
+        with index.lock:
+            found = index.find_child(parent, turn_id, key, self._count)
             if found is not None:
-                if found.id != turn.id:
-                    raise KeyTaken(f"key {turn.key!r} under {parent!r} names other content: {found!r}", key=turn.key, node=found)
+                if found.id != turn_id:
+                    raise KeyTaken(f"key {key!r} under {parent!r} names other content: {found!r}", key=key, node=found)
                 return self, found
-            data = turn.data
             stop = parent.stop + len(data) // TOKEN_BYTES
             if index.limits.max_tokens is not None:
-                self._check_limit(stop, turn.origin)
+                self._check_limit(stop, origin)
             if not self._writes or index.base_count + len(index.nodes) != self._count:
                 index = _layer(self, index)
             if extent is None:
@@ -501,20 +508,8 @@ class SessionTree:
                         extent = Extent(index, extent, parent.stop, data)
                 elif parent.parent is None:
                     raise OutOfRange("an empty turn under the root says nothing", value=0, limit=1)
-            node = make_child(
-                parent,
-                turn.id,
-                stop,
-                turn.media,
-                turn.origin,
-                turn.role,
-                turn.key,
-                turn.decoded,
-                turn.replayed,
-                details,
-                extent,
-            )
-            index.add(node)
+            node = make_child(parent, turn_id, stop, media, origin, role, key, decoded, replayed, details, extent)
+            index.add(node, turn_id, None if key is None else parent.id + key.encode())
             tree = _new(SessionTree)
             _set_index(tree, index)
             _set_count(tree, self._count + 1)
@@ -545,7 +540,8 @@ def _layer(tree: SessionTree, index: NodeIndex) -> NodeIndex:
     flat = NodeIndex(index.root, index.limits, tip=layers[0][0].tip)
     for layer, visible in layers:
         for node in layer.nodes[: visible - layer.base_count]:
-            flat.add(node)
+            parent = node.parent
+            flat.add(node, node.id, None if node.key is None or parent is None else parent.id + node.key.encode())
     return flat
 
 

@@ -63,7 +63,7 @@ def plan_prefix(node: Node, length: int) -> Plan:
     _refuse_table(cut, "cut")
     data = cut._extent.read_bytes(cut.start, length)
     turn = plan_turn(cut.scheme, parent, data, media, cut.origin, str(cut.role))
-    details = Details(cut.metadata, links=(Link("prefix_of", cut.id, length),))
+    details = Details(cut._details.metadata, links=(Link("prefix_of", cut.id, length),))
     return Plan(parent, (Pending(turn, details, cut._extent),))
 
 
@@ -86,7 +86,7 @@ def plan_rewrite(node: Node, edits: Iterable[Edit | Sequence[Any]]) -> Plan:
             _refuse_table(source, "rewritten")
             turn = plan_turn(node.scheme, at, data, media, "input", source.role or "user")
             links = (Link("derived_from", source.id, shared),)
-            made.append(Pending(turn, Details(source.metadata, source.finish_reason, source.tail_policy, links)))
+            made.append(Pending(turn, Details(source._details.metadata, source.finish_reason, source.tail_policy, links)))
             at = turn
     return Plan(prefix.parent, tuple(made))
 

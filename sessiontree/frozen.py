@@ -111,3 +111,19 @@ def freeze(value: Any, where: str = "value", depth: int = 0) -> Any:
     if isinstance(value, Sequence):
         return tuple(freeze(entry, f"{where}[{at}]", depth + 1) for at, entry in zip(itertools.count(), value, strict=False))
     raise TypeError(f"{where}: {type(value).__name__} cannot be frozen; use numbers, text, bytes, arrays, lists and mappings")
+
+
+def fresh_arrays(value: Any) -> Any:
+    """A frozen value with a copy of every array in it; without arrays, the value itself.
+
+    PyTorch writes through read-only arrays, so a stored array is never handed out.
+    """
+    if isinstance(value, np.ndarray):
+        return frozen_array(value)
+    if isinstance(value, PMap):
+        entries = {key: fresh_arrays(entry) for key, entry in value.items()}
+        return pmap(entries) if any(entries[key] is not value[key] for key in entries) else value
+    if isinstance(value, tuple):
+        items = tuple(map(fresh_arrays, value))
+        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    return value

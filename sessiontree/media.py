@@ -21,6 +21,7 @@ from sessiontree.tokens import as_index
 
 Modality = Literal["image", "video", "audio"]
 MODALITIES: Final = ("image", "video", "audio")
+MAX_COUNT: Final = 2**31
 Span = tuple[int, int]
 
 
@@ -240,7 +241,7 @@ def _rows(values: Any) -> Any:
 
 def _pair(values: Any, what: str) -> Span:
     first, second = _rows(values)
-    return as_index(first, what), as_index(second, what)
+    return _count(first, what), _count(second, what)
 
 
 def _checked_spans(modality: str, identity: bytes, spans: Any) -> tuple[Span, ...]:
@@ -262,8 +263,8 @@ def _checked_spans(modality: str, identity: bytes, spans: Any) -> tuple[Span, ..
 
 def _checked_grid(grid_thw: Any) -> tuple[int, int, int]:
     grid = tuple(as_index(size, "grid_thw") for size in _rows(grid_thw))
-    if len(grid) != 3 or min(grid) < 1:
-        raise PositionError(f"grid_thw is three sizes of at least 1, not {grid}", grid_thw=grid)
+    if len(grid) != 3 or min(grid) < 1 or max(grid) >= MAX_COUNT:
+        raise PositionError(f"grid_thw is three sizes of 1 to {MAX_COUNT - 1}, not {grid}", grid_thw=grid)
     return grid
 
 
@@ -274,7 +275,7 @@ def _checked_seconds(seconds: Any) -> float:
     value = float(seconds)
     if not (math.isfinite(value) and value >= 0):
         raise PositionError(f"second_per_grid_ts is {value}, not a time", value=value)
-    return value
+    return value + 0.0  # no negative zero: equal items, equal bytes
 
 
 def _checked_length(length: Any) -> int | None:
@@ -283,6 +284,6 @@ def _checked_length(length: Any) -> int | None:
 
 def _count(value: Any, what: str) -> int:
     count = as_index(value, what)
-    if count < 0:
-        raise OutOfRange(f"{what} is {count}, below 0", value=count, limit=0)
+    if not 0 <= count < MAX_COUNT:
+        raise OutOfRange(f"{what} is {count}, outside 0..{MAX_COUNT - 1}", value=count, limit=MAX_COUNT)
     return count

@@ -17,7 +17,7 @@ from pyrsistent import PMap
 
 from sessiontree.digest import root_id
 from sessiontree.errors import OutOfRange, PositionError
-from sessiontree.frozen import EMPTY_METADATA, frozen_array, seal
+from sessiontree.frozen import EMPTY_METADATA, fresh_arrays, frozen_array, seal
 from sessiontree.media import MediaItem
 from sessiontree.positions import MODES, Mode, PositionScheme, PositionState
 from sessiontree.positions.runs import Runs, write
@@ -142,8 +142,12 @@ class Node:
 
     @property
     def metadata(self) -> PMap[str, Any]:
-        """The caller's metadata, frozen to the bottom. Outside its identity."""
-        return self._details.metadata
+        """The caller's metadata, frozen to the bottom; arrays in it are copies. Outside its identity."""
+        metadata = self._details.metadata
+        if not metadata:
+            return metadata
+        fresh: PMap[str, Any] = fresh_arrays(metadata)
+        return fresh
 
     @property
     def links(self) -> tuple[Link, ...]:

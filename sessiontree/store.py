@@ -18,7 +18,7 @@ from pyrsistent import PMap, pmap
 
 from sessiontree.draft import Draft
 from sessiontree.edits import Edit
-from sessiontree.errors import SessionExists, StaleSession, StoreClosed, UnknownSession
+from sessiontree.errors import OutOfRange, SessionExists, StaleSession, StoreClosed, UnknownSession
 from sessiontree.frozen import checked_text, freeze_metadata
 from sessiontree.media import MediaItem
 from sessiontree.node import NO_DETAILS, Details, Namespace, Node
@@ -292,7 +292,11 @@ class SessionStore:
     def _open(self, session_id: str, tree: SessionTree) -> Session:
         checked_text(session_id, "a session id")
         if not 0 < len(session_id) <= MAX_SESSION_ID:
-            raise UnknownSession(f"a session id has 1 to {MAX_SESSION_ID} characters, not {len(session_id)}", session_id=session_id)
+            raise OutOfRange(
+                f"a session id has 1 to {MAX_SESSION_ID} characters, not {len(session_id)}",
+                value=len(session_id),
+                limit=MAX_SESSION_ID,
+            )
         with self._lock:
             self._check_open()
             if session_id in self._sessions:

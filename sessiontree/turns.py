@@ -56,8 +56,8 @@ def plan_turn(
     table: Any = None
     if external is not None:
         external = external if isinstance(external, ExternalPositions) else ExternalPositions(external)
-        table = external.fields()
         decoded = _place_table(scheme, decoded_state, data, items, external)
+        table = (decoded.runs, decoded.state)
         replayed = decoded if replayed_state is decoded_state else _place_table(scheme, replayed_state, data, items, external)
     elif origin == "input":
         decoded = _placed(scheme.plan(decoded_state, data, items))

@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from sessiontree.errors import UnknownScheme
-from sessiontree.positions.grid import Qwen2VL, Qwen25VL
-from sessiontree.positions.scheme import (
+from sessiontree.positions.base import (
     DEFAULT_POSITION_LIMIT,
     MODES,
     RULES,
@@ -20,6 +19,7 @@ from sessiontree.positions.scheme import (
     PositionScheme,
     PositionState,
 )
+from sessiontree.positions.grid import Qwen2VL, Qwen25VL
 from sessiontree.positions.text import Text
 
 __all__ = [

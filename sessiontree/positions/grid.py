@@ -13,7 +13,7 @@ import numpy as np
 
 from sessiontree.errors import PositionError, PositionLimitExceeded, Unsupported
 from sessiontree.media import MediaItem
-from sessiontree.positions.scheme import PositionScheme
+from sessiontree.positions.base import PositionScheme
 
 
 class Qwen2VL(PositionScheme):

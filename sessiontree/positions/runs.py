@@ -38,10 +38,10 @@ class GridRun(NamedTuple):
 
 
 class TableRun(NamedTuple):
-    """``length`` tokens whose positions are the columns of ``table``, (num_axes, length), read-only."""
+    """``length`` tokens whose positions are the columns of a table: ``data``, (num_axes, length) in the scheme's dtype."""
 
     length: int
-    table: NDArray[Any]
+    data: bytes
 
 
 Run = TextRun | GridRun | TableRun
@@ -74,7 +74,7 @@ def _write_run(run: Run, first: int, last: int, out: NDArray[Any]) -> None:
         out[1] = run.base + row
         out[2] = run.base + column
     else:
-        out[:] = run.table[:, first:last]
+        out[:] = np.frombuffer(run.data, out.dtype).reshape(out.shape[0], run.length)[:, first:last]
 
 
 def grid_runs(base: int, times: Sequence[int], height: int, width: int, first: int, last: int) -> list[GridRun]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from sessiontree.positions.scheme import PositionScheme
+from sessiontree.positions.base import PositionScheme
 
 
 class Text(PositionScheme):

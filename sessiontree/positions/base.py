@@ -11,6 +11,7 @@ Subclasses say what a block is (:meth:`~PositionScheme.merged_grid`, :meth:`~Pos
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Final, Literal, NamedTuple
@@ -61,24 +62,24 @@ class PositionState(NamedTuple):
 class ExternalPositions:
     """Positions of one turn that came from elsewhere (a pruned video, a model that no scheme covers).
 
-    ``positions``: (num_axes, T), one column for each token of the turn, in the scheme's dtype or one that casts to it exactly.
-    ``next_position``: where text continues, by default one past the table's greatest entry. ``max_position``: the greatest
-    position of the path, by default the greater of the path's and the table's.
+    ``positions``: (num_axes, T), one column for each token of the turn, of the scheme's kind of number. ``next_position``: where
+    text continues, by default one past the table's greatest entry. ``max_position``: the greatest position of the path, by
+    default the greater of the path's and the table's.
     """
 
-    positions: NDArray[Any]
+    _table: NDArray[Any]
     next_position: int | None
     max_position: int | None
 
     def __init__(self, positions: ArrayLike, next_position: int | None = None, max_position: int | None = None) -> None:
-        _SET_EXTERNAL["positions"](self, frozen_array(positions))
-        _SET_EXTERNAL["next_position"](self, None if next_position is None else int(next_position))
-        _SET_EXTERNAL["max_position"](self, None if max_position is None else int(max_position))
+        _SET_EXTERNAL["_table"](self, frozen_array(positions))
+        _SET_EXTERNAL["next_position"](self, None if next_position is None else operator.index(next_position))
+        _SET_EXTERNAL["max_position"](self, None if max_position is None else operator.index(max_position))
 
-    def fields(self) -> tuple[Any, ...]:
-        """The table's part of a node's identity."""
-        table = self.positions
-        return (table.dtype.str, table.shape, table.tobytes(), self.next_position, self.max_position)
+    @property
+    def positions(self) -> NDArray[Any]:
+        """The table, as a read-only copy."""
+        return frozen_array(self._table)
 
 
 _SET_EXTERNAL = seal(ExternalPositions)
@@ -218,7 +219,7 @@ class PositionScheme:
                     item=item,
                     span=(start, stop),
                 )
-        table = external.positions
+        table = external._table
         if state.open_block is not None:
             _refuse_inside(state.open_block, "an external table cannot continue it")
         if table.shape != (self.num_axes, count):
@@ -244,7 +245,7 @@ class PositionScheme:
                 value=(top, after),
                 limit=greatest,
             )
-        run = TableRun(count, frozen_array(table, self.dtype))
+        run = TableRun(count, table.astype(self.dtype).tobytes())
         self._check_limit(max(top, after - 1))
         return (run,), PositionState(state.num_tokens + count, after, top)
 

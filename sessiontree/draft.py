@@ -24,12 +24,12 @@ from sessiontree.errors import (
     OutOfRange,
     PositionLimitExceeded,
 )
-from sessiontree.frozen import checked_text, frozen_array
+from sessiontree.frozen import checked_text, frozen_array, handed_out
 from sessiontree.media import MediaItem
 from sessiontree.node import Details, MediaSpan, Node, Origin, TailPolicy, placed_in, write_positions
 from sessiontree.positions import Mode, PositionScheme, PositionState
 from sessiontree.positions.runs import write
-from sessiontree.tokens import MAX_TOKEN_ID, Position, TokenIds, as_index, token_array, token_bytes, window
+from sessiontree.tokens import MAX_TOKEN_ID, TOKEN_BYTES, Position, TokenIds, as_index, token_array, token_bytes, window
 from sessiontree.turns import Turn, plan_turn
 
 REFUSED_FINISH_REASONS: Final = frozenset({"abort", "error"})
@@ -49,15 +49,15 @@ class Draft:
         "__weakref__",
         "_commit",
         "_how_closed",
+        "_key",
         "_max_tokens",
+        "_metadata",
+        "_parent",
+        "_role",
         "_room",
+        "_start",
         "_states",
         "_tokens",
-        "key",
-        "metadata",
-        "parent",
-        "role",
-        "start",
     )
 
     origin: Origin = "generated"
@@ -82,11 +82,11 @@ class Draft:
                 item=item[0],
                 span=item[1:],
             )
-        self.parent = parent
-        self.start = parent.stop
-        self.role = checked_text(role, "role")
-        self.key = checked_text(key, "key")
-        self.metadata = metadata
+        self._parent = parent
+        self._start = parent.stop
+        self._role = checked_text(role, "role")
+        self._key = checked_text(key, "key")
+        self._metadata = metadata
         self._max_tokens = max_tokens
         self._commit: Commit = commit
         self._tokens = array("i")
@@ -109,7 +109,7 @@ class Draft:
     def extend(self, token_ids: TokenIds) -> None:
         """Take many tokens, or none if one of them cannot be. Raises TypeError and what :meth:`append` raises."""
         data = token_bytes(token_ids)
-        self._make_room(len(data) // self._tokens.itemsize)
+        self._make_room(len(data) // TOKEN_BYTES)
         self._tokens.frombytes(data)
 
     def _make_room(self, count: int) -> None:
@@ -177,7 +177,8 @@ class Draft:
         the draft open.
         """
         self._check_open()
-        if checked_text(finish_reason, "finish_reason").strip().casefold() in REFUSED_FINISH_REASONS or not finish_reason:
+        finish_reason = checked_text(finish_reason, "finish_reason")
+        if not finish_reason or finish_reason.strip().casefold() in REFUSED_FINISH_REASONS:
             raise FinishRefused(f"a draft that ended with {finish_reason!r} is no turn; abort it", finish_reason=finish_reason)
         if tail_policy not in ("keep", "drop_last"):
             raise FinishRefused(f"no tail policy {tail_policy!r}; keep or drop_last", tail_policy=tail_policy)
@@ -187,7 +188,7 @@ class Draft:
             count = max(0, count - 1)
         data = self._tokens[:count].tobytes()
         turn = plan_turn(self.scheme, self.parent, data, (), self.origin, self.role, self.key)
-        node = self._commit(self.parent, turn, Details(self.metadata, finish_reason, tail_policy))
+        node = self._commit(self.parent, turn, Details(self._metadata, finish_reason, tail_policy))
         self._how_closed = "committed"
         return node
 
@@ -212,9 +213,35 @@ class Draft:
     # Reading, as a node
 
     @property
+    def parent(self) -> Node:
+        """The node it would be a child of."""
+        return self._parent
+
+    @property
+    def start(self) -> int:
+        """Path index of its first token."""
+        return self._start
+
+    @property
+    def role(self) -> str:
+        """The role its node will have."""
+        return self._role
+
+    @property
+    def key(self) -> str:
+        """The key its node will have."""
+        return self._key
+
+    @property
     def scheme(self) -> PositionScheme:
         """The position scheme of its session."""
         return self.parent.scheme
+
+    @property
+    def metadata(self) -> PMap[str, Any]:
+        """The metadata its node will have; a copy each time."""
+        metadata: PMap[str, Any] = handed_out(self._metadata)
+        return metadata
 
     @property
     def depth(self) -> int:
@@ -311,10 +338,13 @@ def extend_drafts(drafts: Sequence[Draft], token_ids: TokenIds | Sequence[TokenI
         raise TypeError(f"{len(drafts)} drafts and {len(token_ids)} tokens")
     if len(set(map(id, drafts))) != len(drafts):
         raise TypeError("a draft stands twice in one batch")
-    if isinstance(token_ids, (list, tuple)) and any(hasattr(tokens, "__len__") for tokens in token_ids):
+    for draft in drafts:
+        if type(draft) is not Draft:
+            raise TypeError(f"a batch is of drafts, not {type(draft).__name__}")
+    if isinstance(token_ids, (list, tuple)) and any(map(_is_run, token_ids)):
         runs = [token_bytes(tokens) for tokens in token_ids]
         for draft, run in zip(drafts, runs, strict=True):
-            draft._make_room(len(run) // 4)
+            draft._make_room(len(run) // TOKEN_BYTES)
         for draft, run in zip(drafts, runs, strict=True):
             draft._tokens.frombytes(run)
         return
@@ -324,3 +354,8 @@ def extend_drafts(drafts: Sequence[Draft], token_ids: TokenIds | Sequence[TokenI
             draft._make_room(1)
     for draft, token in zip(drafts, tokens, strict=True):
         draft._tokens.append(token)
+
+
+def _is_run(tokens: Any) -> bool:
+    """Whether an entry of a batch is several tokens rather than one."""
+    return isinstance(tokens, Sequence) or getattr(tokens, "ndim", 0) > 0

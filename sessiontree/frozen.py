@@ -1,16 +1,16 @@
 """Values that stay what they are.
 
-Three tools the rest of the package is frozen with: :func:`seal` makes the slots of a class read-only even for
-``object.__setattr__``; :func:`frozen_array` gives an array whose memory belongs to a ``bytes`` object, so that neither
+The tools the rest of the package is frozen with: :class:`Sealed` and :func:`seal` make a class whose values are read-only even
+for ``object.__setattr__``; :func:`frozen_array` gives an array whose memory belongs to a ``bytes`` object, so that neither
 ``flags.writeable`` nor a walk along ``.base`` finds anything to write to; :func:`freeze` copies nested metadata into immutable
-values. None of them knows anything of sessions.
+values, and :func:`handed_out` keeps the stored ones apart from those that callers get. Nothing here knows of sessions.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -23,6 +23,31 @@ _INT_LIMITS: Final = (-(2**63), 2**64)  # what msgpack can hold
 
 Setter = Callable[[Any, Any], None]
 EMPTY_METADATA: Final[PMap[str, Any]] = pmap()
+
+
+class Sealed:
+    """Base of values that are made in ``__new__`` (a second ``__init__`` would be a way in) and then sealed.
+
+    Even the class of a value stays: ``__class__`` is a property without a setter.
+    """
+
+    __slots__ = ()
+
+    @property  # type: ignore[misc]  # typeshed gives it a setter
+    def __class__(self) -> type:
+        return type(self)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable; {name} stays")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable; {name} stays")
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
 
 
 def seal(cls: type) -> dict[str, Setter]:
@@ -52,7 +77,10 @@ def frozen_array(values: ArrayLike, dtype: Any = None) -> NDArray[Any]:
     array = np.asarray(to_numpy(values), dtype=dtype)
     if array.dtype.hasobject:
         raise TypeError(f"an array of {array.dtype} cannot be frozen")
-    return np.ndarray(array.shape, array.dtype, buffer=array.tobytes())
+    data = array.tobytes()
+    if len(data) == 1:
+        data += b"\0"  # Python has one object for each single byte; this one is to be nobody else's
+    return np.ndarray(array.shape, array.dtype, buffer=data)
 
 
 def checked_text(value: Any, what: str) -> str:
@@ -64,7 +92,7 @@ def checked_text(value: Any, what: str) -> str:
             value.encode()
         except UnicodeEncodeError:
             raise TypeError(f"{what} holds a lone surrogate, which is no text") from None
-    return str(value)
+    return str.__str__(value)  # of a subclass, just the text
 
 
 def freeze_metadata(metadata: Mapping[str, Any] | None) -> PMap[str, Any]:
@@ -83,25 +111,27 @@ def freeze(value: Any, where: str = "value", depth: int = 0) -> Any:
     Scalars (None, bool, int of at most 64 bits, float, str, bytes) stay. Keys are str or int. Raises TypeError for any other
     type and LimitExceeded beyond 64 levels (a container that holds itself, say), naming the place.
     """
-    if value is None or isinstance(value, (bool, float, bytes)):
+    if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         return checked_text(value, where)
+    if isinstance(value, float):
+        return float.__float__(value)
     if isinstance(value, int):
         if not _INT_LIMITS[0] <= value < _INT_LIMITS[1]:
             raise OutOfRange(f"{where}: {value} does not fit 64 bits", value=value, limit=_INT_LIMITS)
-        return value
+        return int.__int__(value)
     if depth >= MAX_METADATA_DEPTH:
         raise LimitExceeded(f"{where}: nested deeper than {MAX_METADATA_DEPTH}", value=depth, limit=MAX_METADATA_DEPTH)
     value = to_numpy(value)
     if isinstance(value, Mapping):
         items = {}
         for key, entry in value.items():
-            name = key if isinstance(key, int) else checked_text(key, f"{where}: a key")
+            name = freeze(key, f"{where}: a key") if isinstance(key, int) else checked_text(key, f"{where}: a key")
             items[name] = freeze(entry, f"{where}[{key!r}]", depth + 1)
         return pmap(items)
-    if isinstance(value, (bytearray, memoryview)):
-        return bytes(value)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return b"".join((value,))
     if isinstance(value, np.generic):
         return freeze(value.item(), where, depth + 1)
     if isinstance(value, np.ndarray):
@@ -113,17 +143,16 @@ def freeze(value: Any, where: str = "value", depth: int = 0) -> Any:
     raise TypeError(f"{where}: {type(value).__name__} cannot be frozen; use numbers, text, bytes, arrays, lists and mappings")
 
 
-def fresh_arrays(value: Any) -> Any:
-    """A frozen value with a copy of every array in it; without arrays, the value itself.
+def handed_out(value: Any) -> Any:
+    """A frozen value in containers of its own, for callers to keep.
 
-    PyTorch writes through read-only arrays, so a stored array is never handed out.
+    A PMap is immutable by convention, its slots can be set; PyTorch writes through read-only arrays. So stored ones stay inside.
     """
     if isinstance(value, np.ndarray):
         return frozen_array(value)
     if isinstance(value, PMap):
-        entries = {key: fresh_arrays(entry) for key, entry in value.items()}
-        return pmap(entries) if any(entries[key] is not value[key] for key in entries) else value
+        # With a size given, pyrsistent makes a map even where it would otherwise share its one empty map.
+        return pmap({key: handed_out(entry) for key, entry in value.items()}, pre_size=8)
     if isinstance(value, tuple):
-        items = tuple(map(fresh_arrays, value))
-        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+        return tuple(map(handed_out, value)) if type(value) is tuple else value
     return value

@@ -15,18 +15,19 @@ import attrs
 import numpy as np
 
 from sessiontree.digest import ID_BYTES, pack
-from sessiontree.errors import MediaSpanError, OutOfRange, PositionError, Unsupported
-from sessiontree.frozen import freeze, seal, to_numpy
+from sessiontree.errors import LimitExceeded, MediaSpanError, OutOfRange, PositionError, Unsupported
+from sessiontree.frozen import Sealed, checked_text, freeze, freeze_metadata, seal, to_numpy
 from sessiontree.tokens import as_index
 
 Modality = Literal["image", "video", "audio"]
 MODALITIES: Final = ("image", "video", "audio")
 MAX_COUNT: Final = 2**31
+MAX_DEPTH: Final = 64
 Span = tuple[int, int]
 
 
 @attrs.frozen(init=False, repr=False)
-class MediaItem:
+class MediaItem(Sealed):
     """One image, video or audio, or the part of one that a node holds.
 
     ``identity``: 32 bytes (:func:`media_identity` makes them).
@@ -50,8 +51,8 @@ class MediaItem:
     placeholders_before: int
     unfinished: bool
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         modality: Modality,
         identity: bytes,
         spans: Iterable[Sequence[int]],
@@ -61,13 +62,14 @@ class MediaItem:
         target_sizes: Iterable[Sequence[int]] = (),
         placeholders_before: int = 0,
         unfinished: bool = False,
-    ) -> None:
+    ) -> MediaItem:
         if modality not in MODALITIES:
             raise Unsupported(f"modality {modality!r}; known are {', '.join(MODALITIES)}", modality=modality)
         if not isinstance(identity, (bytes, bytearray)):
             raise TypeError(f"an identity is {ID_BYTES} bytes, not {type(identity).__name__}")
         if len(identity) != ID_BYTES:
             raise OutOfRange(f"an identity has {ID_BYTES} bytes, not {len(identity)}", value=len(identity), limit=ID_BYTES)
+        self = object.__new__(cls)
         _SET["modality"](self, modality)
         _SET["identity"](self, bytes(identity))
         _SET["spans"](self, _checked_spans(modality, bytes(identity), spans))
@@ -79,6 +81,7 @@ class MediaItem:
         if not isinstance(unfinished, (bool, np.bool)):
             raise TypeError(f"unfinished is a bool, not {type(unfinished).__name__}")
         _SET["unfinished"](self, bool(unfinished))
+        return self
 
     @property
     def num_placeholders(self) -> int:
@@ -122,12 +125,6 @@ class MediaItem:
         given = [f"{self.modality!r}", f"{self.identity[:4].hex()}…", f"spans={list(self.spans)}"]
         given += [f"{name}={value}" for name in _OPTIONAL if (value := getattr(self, name))]
         return f"MediaItem({', '.join(given)})"
-
-    def __copy__(self) -> MediaItem:
-        return self
-
-    def __deepcopy__(self, memo: object) -> MediaItem:
-        return self
 
     def __reduce__(self) -> tuple[type[MediaItem], tuple[Any, ...]]:
         return MediaItem, self.fields()
@@ -192,9 +189,8 @@ def media_identity(kind: str, data: Any, *, options: Mapping[str, Any] | None = 
     keep their boundaries). ``options``: the processor's options that shaped it. Type, shape, dtype and length of every piece
     are part of the identity, so equal bytes of another shape are other content.
     """
-    if not isinstance(kind, str):
-        raise TypeError(f"kind is text, not {type(kind).__name__}")
-    digest = sha256(b"sessiontree media\0" + pack([kind, _canonical(freeze(dict(options or {}), "options"))]))
+    kind = checked_text(kind, "kind")
+    digest = sha256(b"sessiontree media\0" + pack([kind, _canonical(freeze_metadata(options))]))
     _feed(digest, data, 0)
     return digest.digest()
 
@@ -208,11 +204,14 @@ def _feed(digest: Any, data: Any, depth: int) -> None:
     elif isinstance(data, np.ndarray) and not data.dtype.hasobject:
         digest.update(pack(["array", data.dtype.str, data.shape]))
         digest.update(np.ascontiguousarray(data).data if data.size else b"")
-    elif isinstance(data, (list, tuple)) and depth < 64:
+    elif isinstance(data, (list, tuple)):
+        if depth >= MAX_DEPTH:
+            raise LimitExceeded(f"media content nested deeper than {MAX_DEPTH}", value=depth, limit=MAX_DEPTH)
         digest.update(pack(["list", len(data)]))
         for piece in data:
             _feed(digest, piece, depth + 1)
     elif data is None or isinstance(data, (bool, int, float, str)):
+        data = freeze(data, "media content")
         digest.update(pack(["scalar", type(data).__name__, data]))
     else:
         raise TypeError(f"media content is bytes, arrays, or lists of them, not {type(data).__name__}")
@@ -221,10 +220,8 @@ def _feed(digest: Any, data: Any, depth: int) -> None:
 def _canonical(value: Any) -> Any:
     """A frozen value as packable lists, mappings sorted and types told apart."""
     if isinstance(value, Mapping):
-        return [
-            "map",
-            sorted(([str(key), _canonical(entry)] for key, entry in value.items()), key=lambda pair: pair[0]),
-        ]
+        pairs = [[key, _canonical(entry)] for key, entry in value.items()]
+        return ["map", sorted(pairs, key=lambda pair: pack(pair[0]))]
     if isinstance(value, tuple):
         return ["list", [_canonical(entry) for entry in value]]
     if isinstance(value, frozenset):
@@ -240,7 +237,10 @@ def _rows(values: Any) -> Any:
 
 
 def _pair(values: Any, what: str) -> Span:
-    first, second = _rows(values)
+    try:
+        first, second = _rows(values)
+    except ValueError:
+        raise TypeError(f"{what} are pairs, not {values!r}") from None
     return _count(first, what), _count(second, what)
 
 
@@ -272,7 +272,10 @@ def _checked_seconds(seconds: Any) -> float:
     seconds = to_numpy(seconds)
     if isinstance(seconds, (str, bytes, bool)):
         raise TypeError(f"second_per_grid_ts is a number, not {type(seconds).__name__}")
-    value = float(seconds)
+    try:
+        value = float(seconds)
+    except OverflowError:
+        value = math.inf
     if not (math.isfinite(value) and value >= 0):
         raise PositionError(f"second_per_grid_ts is {value}, not a time", value=value)
     return value + 0.0  # no negative zero: equal items, equal bytes

@@ -17,11 +17,11 @@ from pyrsistent import PMap
 
 from sessiontree.digest import root_id
 from sessiontree.errors import OutOfRange, PositionError
-from sessiontree.frozen import EMPTY_METADATA, fresh_arrays, frozen_array, seal
+from sessiontree.frozen import EMPTY_METADATA, Sealed, checked_text, frozen_array, handed_out, seal
 from sessiontree.media import MediaItem
 from sessiontree.positions import MODES, Mode, PositionScheme, PositionState
 from sessiontree.positions.runs import Runs, write
-from sessiontree.tokens import Extent, Position, window
+from sessiontree.tokens import Extent, Position, as_index, window
 
 Origin = Literal["input", "generated"]
 LinkKind = Literal["derived_from", "prefix_of"]
@@ -29,8 +29,7 @@ TailPolicy = Literal["keep", "drop_last"]
 MediaSpan = tuple[MediaItem, int, int]
 
 
-@attrs.frozen
-class Namespace:
+class Namespace(NamedTuple):
     """Who may share a prefix: equal content under another salt, LoRA or tenant is another node."""
 
     cache_salt: str | None = None
@@ -41,18 +40,17 @@ class Namespace:
     def of(cls, value: Namespace | Mapping[str, str | None] | str | None) -> Namespace:
         """A namespace from itself, a mapping of its fields, a tenant's name, or None."""
         if isinstance(value, Namespace):
-            return value
-        if isinstance(value, str):
+            value = value._asdict()
+        elif isinstance(value, str):
             value = {"tenant": value}
-        if value is not None and not isinstance(value, Mapping):
+        elif value is not None and not isinstance(value, Mapping):
             raise TypeError(f"a namespace is a Namespace, a mapping or a tenant's name, not {type(value).__name__}")
         fields = dict(value or {})
-        if unknown := fields.keys() - {"cache_salt", "lora", "tenant"}:
-            raise TypeError(f"a namespace has cache_salt, lora and tenant, not {', '.join(sorted(map(str, unknown)))}")
-        for name, field in fields.items():
-            if not (field is None or isinstance(field, str)):
-                raise TypeError(f"namespace field {name} is text, not {type(field).__name__}")
-        return cls(**fields)
+        if unknown := fields.keys() - set(cls._fields):
+            raise TypeError(f"a namespace has {', '.join(cls._fields)}, not {', '.join(sorted(map(str, unknown)))}")
+        return cls(
+            **{name: None if field is None else checked_text(field, f"namespace field {name}") for name, field in fields.items()}
+        )
 
 
 class Link(NamedTuple):
@@ -95,7 +93,7 @@ class Lineage(NamedTuple):
 
 
 @attrs.frozen(init=False, eq=False, repr=False)
-class Node:
+class Node(Sealed):
     """One turn. Equal and hashed by ``id``.
 
     ``id``: 32 bytes over the parent's id and everything an engine computes from. ``parent``: None for a root. ``depth``: 0 for
@@ -122,7 +120,7 @@ class Node:
     _jump: Node  # skew-binary: an ancestor further up, so that ancestors are found in O(log depth)
     _with_media: Node | None  # the nearest node on the path, itself included, that has media
 
-    def __init__(self) -> None:
+    def __new__(cls) -> Node:
         raise TypeError("nodes are made by append, commit and the like, not by calling Node")
 
     @property
@@ -142,12 +140,9 @@ class Node:
 
     @property
     def metadata(self) -> PMap[str, Any]:
-        """The caller's metadata, frozen to the bottom; arrays in it are copies. Outside its identity."""
-        metadata = self._details.metadata
-        if not metadata:
-            return metadata
-        fresh: PMap[str, Any] = fresh_arrays(metadata)
-        return fresh
+        """The caller's metadata, frozen to the bottom; a copy each time. Outside its identity."""
+        metadata: PMap[str, Any] = handed_out(self._details.metadata)
+        return metadata
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -195,7 +190,7 @@ class Node:
 
     def ancestor(self, depth: int) -> Node:
         """The node at ``depth`` on its path, itself included, in O(log depth). Raises OutOfRange."""
-        if not 0 <= depth <= self.depth:
+        if not 0 <= as_index(depth, "depth") <= self.depth:
             raise OutOfRange(f"depth {depth} outside 0..{self.depth}", value=depth, limit=self.depth)
         node = self
         while node.depth > depth:
@@ -205,7 +200,7 @@ class Node:
     def input_ids(self, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
         """Path tokens ``[start, stop)``: (stop - start,) int32, read-only. Raises OutOfRange.
 
-        A window of more than 4096 tokens is a view where the path lies in one arena. PyTorch ignores NumPy's read-only flag: make
+        A window of more than 65,536 tokens is a view where the path lies in one arena. PyTorch ignores NumPy's read-only flag: make
         tensors with ``engine_bridge.request_inputs``, which copies, or of ``.copy()``.
         """
         first, last = window(start, stop, self.stop)
@@ -254,12 +249,6 @@ class Node:
         what = f"role={self.role!r}, {self.origin}" if self.parent is not None else f"root of {self.scheme.name}"
         return f"<Node {self.id[:4].hex()} depth={self.depth} tokens=[{self.start}, {self.stop}) {what}{media}>"
 
-    def __copy__(self) -> Node:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Node:
-        return self
-
     def __reduce__(self) -> Any:
         raise TypeError("a node is part of a tree and is not pickled on its own")
 
@@ -292,7 +281,7 @@ def make_root(lineage: Lineage, extent: Extent) -> Node:
     params = list(scheme.params.items())
     node: Node = _new(Node)
     fields: dict[str, Any] = {
-        "id": root_id(scheme.name, params, (namespace.cache_salt, namespace.lora, namespace.tenant), fingerprint),
+        "id": root_id(scheme.name, params, namespace, fingerprint),
         "parent": None,
         "depth": 0,
         "start": 0,

@@ -7,7 +7,6 @@ always works; only heads are contested, and they move by compare-and-set. There 
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
@@ -48,7 +47,7 @@ class Session:
         self._store = store
         self._lock = tree.lock
         self._closed = False
-        self._drafts = itertools.count(1)
+        self._drafts = 0  # how many got a key of their own
 
     # Reading
 
@@ -89,8 +88,8 @@ class Session:
 
     @property
     def heads(self) -> PMap[str, Node]:
-        """Named nodes."""
-        return pmap({name: head.node for name, head in self._tree.heads.items()})
+        """Named nodes; a copy each time."""
+        return pmap({name: head.node for name, head in self._tree.heads.items()}, pre_size=8)
 
     def head(self, name: str) -> Head:
         """A head with its version. Raises UnknownHead."""
@@ -128,7 +127,7 @@ class Session:
         """A prefilled turn under any node. See :meth:`SessionTree.append`."""
         parent = self._tree.resolve(parent)
         turn = plan_turn(parent.scheme, parent, token_bytes(token_ids), media, "input", role, key, positions)
-        return self._attach(parent, turn, Details(freeze_metadata(metadata)) if metadata else NO_DETAILS)
+        return self._attach(parent, turn, NO_DETAILS if metadata is None else Details(freeze_metadata(metadata)))
 
     def draft(
         self,
@@ -142,15 +141,18 @@ class Session:
 
         Keys of its own are counted, not drawn: ranks that apply the same operations get the same ids.
         """
-        self._check_open()
-        return Draft(
-            self._tree.resolve(parent),
-            role=role,
-            metadata=freeze_metadata(metadata),
-            key=f"{self.id}/{self.incarnation}/{next(self._drafts)}" if key is None else key,
-            max_tokens=self.max_tokens,
-            commit=self._attach,
-        )
+        with self._lock:
+            self._check_open()
+            draft = Draft(
+                self._tree.resolve(parent),
+                role=role,
+                metadata=freeze_metadata(metadata),
+                key=f"{self.id}/{self.incarnation}/{self._drafts + 1}" if key is None else key,
+                max_tokens=self.max_tokens,
+                commit=self._attach,
+            )
+            self._drafts += key is None
+        return draft
 
     def _attach(self, parent: Node, turn: Turn, details: Details) -> Node:
         with self._lock:
@@ -290,7 +292,7 @@ class SessionStore:
         return self._open(new_session_id, session._tree.forked(node))
 
     def _open(self, session_id: str, tree: SessionTree) -> Session:
-        checked_text(session_id, "a session id")
+        session_id = checked_text(session_id, "a session id")
         if not 0 < len(session_id) <= MAX_SESSION_ID:
             raise OutOfRange(
                 f"a session id has 1 to {MAX_SESSION_ID} characters, not {len(session_id)}",

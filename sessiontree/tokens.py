@@ -23,9 +23,9 @@ INT32: Final = np.dtype("<i4")
 TOKEN_BYTES: Final = 4
 MAX_TOKEN_ID: Final = 2**31 - 1
 
-#: Windows up to this many tokens are handed out as copies (0.2-0.5 µs), longer ones as views of the arena. NumPy's read-only flag
+#: Windows up to this many tokens are handed out as copies, longer ones as views of the arena. NumPy's read-only flag
 #: means nothing to ``torch.from_numpy``; a tensor made over a copy reaches nobody else.
-COPIED_WINDOW: Final = 4096
+COPIED_WINDOW: Final = 65_536
 
 _NO_TOKENS: Final[NDArray[np.int32]] = np.frombuffer(bytes(TOKEN_BYTES), INT32)[:0]
 
@@ -37,13 +37,17 @@ class Position(int):
 
     __slots__ = ()
 
-    def __add__(self, other: int) -> Position:
-        return Position(int(self) + other)
+    def __add__(self, other: Any) -> Any:
+        return _position(int.__add__(self, other))
 
     __radd__ = __add__
 
-    def __sub__(self, other: int) -> Position:
-        return Position(int(self) - other)
+    def __sub__(self, other: Any) -> Any:
+        return _position(int.__sub__(self, other))
+
+
+def _position(value: Any) -> Any:
+    return Position(value) if isinstance(value, int) else value  # NotImplemented for floats, which know what to do
 
 
 def as_index(value: Any, what: str) -> int:
@@ -83,6 +87,8 @@ def token_bytes(token_ids: TokenIds) -> bytes:
 
 def _converted(token_ids: TokenIds) -> bytes:
     token_ids = to_numpy(token_ids)
+    if isinstance(token_ids, range):
+        _check_range(token_ids)
     if isinstance(token_ids, (bytes, bytearray, memoryview, array, range)) or hasattr(token_ids, "__array_interface__"):
         ids = np.asarray(memoryview(token_ids) if isinstance(token_ids, (bytes, bytearray)) else token_ids)
         if ids.dtype.kind not in "iu" and not (ids.size == 0 and ids.ndim == 1):
@@ -99,9 +105,19 @@ def _converted(token_ids: TokenIds) -> bytes:
     try:
         return array("i", token_ids).tobytes()
     except OverflowError:
-        at = next(at for at, value in enumerate(token_ids) if not 0 <= value <= MAX_TOKEN_ID)
-        _refuse(at, token_ids[at])
+        at = next(at for at, value in enumerate(token_ids) if not 0 <= operator.index(value) <= MAX_TOKEN_ID)
+        _refuse(at, operator.index(token_ids[at]))
         raise
+
+
+def _check_range(ids: range) -> None:
+    """Without making it: it may be far longer than it may be."""
+    if not ids or (min(ids[0], ids[-1]) >= 0 and max(ids[0], ids[-1]) <= MAX_TOKEN_ID):
+        return
+    at = 0
+    if 0 <= ids[0] <= MAX_TOKEN_ID:
+        at = (MAX_TOKEN_ID - ids[0]) // ids.step + 1 if ids.step > 0 else ids[0] // -ids.step + 1
+    _refuse(at, ids[at])
 
 
 def _refuse(at: int, value: int) -> None:
@@ -135,7 +151,8 @@ def _writer(buffer: bytes) -> memoryview:
 class Extent:
     """A growable run of token bytes that begins at path index ``origin``; what lies before is the business of ``parent``.
 
-    ``end``: path index after the last token written. ``owner``: whose lock guards writing. ``buffer`` is published whole: a
+    ``end``: path index after the last token written. ``owner``: a token of whoever may
+    write, under a lock of theirs. ``buffer`` is published whole: a
     reader takes it once, and whatever its node covers is in it.
     """
 
@@ -177,7 +194,8 @@ class Extent:
             return np.frombuffer(self.read_bytes(start, stop), INT32)
         count = stop - start
         if count <= COPIED_WINDOW:
-            return np.frombuffer(self.buffer[offset : offset + count * TOKEN_BYTES], INT32)
+            # Not a slice of the bytes themselves: of all of them, that is no copy.
+            return np.frombuffer(memoryview(self.buffer)[offset : offset + count * TOKEN_BYTES].tobytes(), INT32)
         return np.frombuffer(self.buffer, INT32, count, offset)
 
     def read_bytes(self, start: int, stop: int) -> bytes:

@@ -23,7 +23,7 @@ from pyrsistent import PMap, pmap
 from sessiontree.digest import ID_BYTES
 from sessiontree.edits import Edit, plan_prefix, plan_rewrite
 from sessiontree.errors import HeadMoved, KeyTaken, LimitExceeded, NameTaken, OutOfRange, UnknownHead, UnknownNode
-from sessiontree.frozen import checked_text, freeze_metadata, seal
+from sessiontree.frozen import Sealed, checked_text, freeze_metadata, handed_out, seal
 from sessiontree.media import MediaItem
 from sessiontree.node import NO_DETAILS, Details, Lineage, Namespace, Node, Origin, make_child, make_root
 from sessiontree.positions import ExternalPositions, PositionScheme
@@ -55,7 +55,8 @@ class NodeIndex:
     """Nodes in commit order, add-only, with the two ways to find them: by id and by (parent, key).
 
     ``base``: what it lies over, either an older version of another index (that index and a count) or, for a forked session, the
-    path of ``tip``. Ordinals count from the bottom, so they agree in every layer.
+    path of ``tip``. Ordinals count from the bottom, so they agree in every layer. ``token``: marks the extents it may write to;
+    they must not hold the index itself, or every node would hold every other.
     """
 
     __slots__ = (
@@ -74,6 +75,7 @@ class NodeIndex:
         "nodes",
         "root",
         "tip",
+        "token",
     )
 
     def __init__(
@@ -92,6 +94,7 @@ class NodeIndex:
         self.base_count = base_count if tip is None else tip.depth + 1
         self.layers: int = 0 if base is None else base.layers + 1
         self.lock = threading.RLock()
+        self.token = object()
         self.nodes: list[Node] = []
         self.by_id: dict[bytes, int] = {}  # bytes and ints only: the garbage collector never walks it
         self.by_key: dict[bytes, int] = {}
@@ -205,7 +208,7 @@ class NodeIndex:
 
 
 @attrs.frozen(init=False, eq=False, repr=False)
-class SessionTree:
+class SessionTree(Sealed):
     """A tree of turns as a value: every operation returns a new value and leaves this one as it was.
 
     ``len`` counts its nodes, the root included; iterating goes through them in commit order; ``in`` takes a node or an id.
@@ -218,30 +221,26 @@ class SessionTree:
     _moves: int
     _writes: bool  # whether it may add to its index while it is the newest value of it
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         scheme: PositionScheme | str,
         namespace: Namespace | Mapping[str, str | None] | str | None = None,
         *,
         model_fingerprint: str = "",
         max_tokens: int | None = None,
         reserve_output: int = 0,
-    ) -> None:
+    ) -> SessionTree:
         scheme = scheme_named(scheme) if isinstance(scheme, str) else scheme
         if not isinstance(scheme, PositionScheme):
             raise TypeError(f"a scheme is a PositionScheme or its name, not {type(scheme).__name__}")
-        checked_text(model_fingerprint, "a model fingerprint")
+        fingerprint = checked_text(model_fingerprint, "a model fingerprint")
         limits = _checked_limits(max_tokens, reserve_output)
         extent = Extent(None, None, 0, b"")
-        root = make_root(Lineage(scheme, Namespace.of(namespace), model_fingerprint), extent)
+        root = make_root(Lineage(scheme, Namespace.of(namespace), fingerprint), extent)
         index = NodeIndex(root, limits)
-        extent.owner = index
+        extent.owner = index.token
         index.add(root, root.id, None)
-        _set_index(self, index)
-        _set_count(self, 1)
-        _set_heads(self, pmap())
-        _set_moves(self, 0)
-        _set_writes(self, True)
+        return _value(index, 1, pmap(), 0, True)
 
     # Reading
 
@@ -267,8 +266,9 @@ class SessionTree:
 
     @property
     def heads(self) -> PMap[str, Head]:
-        """Named places."""
-        return self._heads
+        """Named places; a copy each time."""
+        heads: PMap[str, Head] = handed_out(self._heads)
+        return heads
 
     def __len__(self) -> int:
         return self._count
@@ -337,12 +337,6 @@ class SessionTree:
     def __repr__(self) -> str:
         return f"<SessionTree {self.root.id[:4].hex()} {self.scheme.name} nodes={self._count} heads={sorted(self._heads)}>"
 
-    def __copy__(self) -> SessionTree:
-        return self
-
-    def __deepcopy__(self, memo: object) -> SessionTree:
-        return self
-
     def __reduce__(self) -> Any:
         raise TypeError("a session tree is not pickled")
 
@@ -367,7 +361,7 @@ class SessionTree:
         """
         parent = self.resolve(parent)
         turn = plan_turn(parent.scheme, parent, token_bytes(token_ids), media, "input", role, key, positions)
-        return self.attach(parent, turn, Details(freeze_metadata(metadata)) if metadata else NO_DETAILS)
+        return self.attach(parent, turn, NO_DETAILS if metadata is None else Details(freeze_metadata(metadata)))
 
     def truncate(self, node: Node | bytes, length: int) -> tuple[SessionTree, Node]:
         """The first ``length`` tokens of a node's path.
@@ -429,12 +423,12 @@ class SessionTree:
         Without ``expected`` there is no check; None: the name must be free, else NameTaken; a Head or Node: it must be what is
         there, else HeadMoved, whose ``actual`` is the Head that is. Raises UnknownNode.
         """
-        self._check_head(name, expected)
+        name = self._check_head(name, expected)
         head = Head(self.resolve(node), self._moves + 1)
         return self._with_heads(self._heads.set(name, head), head.version), head
 
-    def _check_head(self, name: str, expected: Head | Node | None) -> None:
-        checked_text(name, "a head's name")
+    def _check_head(self, name: str, expected: Head | Node | None) -> str:
+        name = checked_text(name, "a head's name")
         actual = self._heads.get(name)
         if expected is None:
             if actual is not None:
@@ -445,6 +439,7 @@ class SessionTree:
             there = actual if isinstance(expected, Head) or actual is None else actual.node
             if there != expected:
                 raise HeadMoved(f"head {name!r} is at {actual}, not at {expected}", name=name, actual=actual)
+        return name
 
     def drop_head(self, name: str) -> SessionTree:
         """The tree without this head. Raises UnknownHead."""
@@ -502,10 +497,10 @@ class SessionTree:
             if extent is None:
                 extent = parent._extent
                 if data:
-                    if extent.owner is index and extent.end == parent.stop:
+                    if extent.owner is index.token and extent.end == parent.stop:
                         extent.append(data)
                     else:
-                        extent = Extent(index, extent, parent.stop, data)
+                        extent = Extent(index.token, extent, parent.stop, data)
                 elif parent.parent is None:
                     raise OutOfRange("an empty turn under the root says nothing", value=0, limit=1)
             node = make_child(parent, turn_id, stop, media, origin, role, key, decoded, replayed, details, extent)

@@ -48,9 +48,9 @@ def plan_turn(
     Raises TypeError, MediaSpanError, PositionError, PositionLimitExceeded; changes nothing.
     """
     if type(role) is not str or not role.isascii():
-        checked_text(role, "role")
+        role = checked_text(role, "role")
     if key is not None:
-        checked_text(key, "key")
+        key = checked_text(key, "key")
     decoded_state, replayed_state = parent.decoded.state, parent.replayed.state
     items: tuple[MediaItem, ...] = tuple(media)
     table: Any = None

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from pyrsistent import PMap, pmap
 
 from sessiontree.errors import MediaSpanError, PositionError, PositionLimitExceeded, Unsupported
-from sessiontree.frozen import frozen_array, seal
+from sessiontree.frozen import Sealed, frozen_array, handed_out, seal
 from sessiontree.media import MediaItem, Placement, placements
 from sessiontree.positions.runs import GridRun, Run, Runs, TableRun, TextRun, grid_runs, write
 from sessiontree.tokens import TOKEN_BYTES, Position, TokenIds, as_index, token_bytes
@@ -58,8 +58,8 @@ class PositionState(NamedTuple):
     open_block: OpenBlock | None = None
 
 
-@attrs.frozen(init=False, eq=False)
-class ExternalPositions:
+@attrs.frozen(init=False, eq=False, repr=False)
+class ExternalPositions(Sealed):
     """Positions of one turn that came from elsewhere (a pruned video, a model that no scheme covers).
 
     ``positions``: (num_axes, T), one column for each token of the turn, of the scheme's kind of number. ``next_position``: where
@@ -71,15 +71,29 @@ class ExternalPositions:
     next_position: int | None
     max_position: int | None
 
-    def __init__(self, positions: ArrayLike, next_position: int | None = None, max_position: int | None = None) -> None:
+    def __new__(cls, positions: ArrayLike, next_position: int | None = None, max_position: int | None = None) -> ExternalPositions:
+        self = object.__new__(cls)
         _SET_EXTERNAL["_table"](self, frozen_array(positions))
-        _SET_EXTERNAL["next_position"](self, None if next_position is None else operator.index(next_position))
-        _SET_EXTERNAL["max_position"](self, None if max_position is None else operator.index(max_position))
+        _SET_EXTERNAL["next_position"](self, _optional_position(next_position, "next_position"))
+        _SET_EXTERNAL["max_position"](self, _optional_position(max_position, "max_position"))
+        return self
 
     @property
     def positions(self) -> NDArray[Any]:
         """The table, as a read-only copy."""
         return frozen_array(self._table)
+
+    def __repr__(self) -> str:
+        return f"ExternalPositions{self._table.shape}"
+
+    def __reduce__(self) -> Any:
+        return ExternalPositions, (self.positions, self.next_position, self.max_position)
+
+
+def _optional_position(value: Any, what: str) -> int | None:
+    if isinstance(value, (bool, np.bool)):
+        raise TypeError(f"{what} is a position, not a bool")
+    return None if value is None else operator.index(value)
 
 
 _SET_EXTERNAL = seal(ExternalPositions)
@@ -89,11 +103,11 @@ _SET_EXTERNAL = seal(ExternalPositions)
 _state = partial(tuple.__new__, PositionState)
 
 
-class PositionScheme:
+class PositionScheme(Sealed):
     """A family's rule with its parameters, such as ``qwen2_5_vl@sglang``. Immutable; equal by name and parameters.
 
-    ``name``: ``family@rule``. ``num_axes``: rows of a position table. ``dtype``: NumPy dtype of positions. ``params``: the
-    parameters given, with defaults filled in; part of every root's id.
+    ``name``: ``family@rule``. ``num_axes``: rows of a position table. ``dtype``: NumPy dtype of positions. Name
+    and parameters are part of every root's id.
     """
 
     family: ClassVar[str] = ""
@@ -101,14 +115,15 @@ class PositionScheme:
     dtype: ClassVar[np.dtype[Any]] = np.dtype(np.int64)
     defaults: ClassVar[Mapping[str, Any]] = {}  # the parameters a family knows; None: not set
 
-    __slots__ = ("max_position_limit", "name", "params", "rule")
+    __slots__ = ("_params", "max_position_limit", "name", "rule")
 
     name: str
     rule: str
-    params: PMap[str, Any]
+    _params: PMap[str, Any]
     max_position_limit: int
 
-    def __init__(self, rule: str, params: Mapping[str, Any]) -> None:
+    def __new__(cls, rule: str, params: Mapping[str, Any]) -> PositionScheme:
+        self = object.__new__(cls)
         known = {**self.defaults, "max_position_limit": DEFAULT_POSITION_LIMIT}
         for key, value in params.items():
             if key not in known:
@@ -117,11 +132,18 @@ class PositionScheme:
         put = _SET_SCHEME
         put["rule"](self, rule)
         put["name"](self, f"{self.family}@{rule}")
-        put["params"](self, pmap({key: value for key, value in known.items() if value is not None}))
+        put["_params"](self, pmap({key: value for key, value in known.items() if value is not None}))
         put["max_position_limit"](self, known["max_position_limit"])
+        return self
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a position scheme is immutable; {name} stays")
+    @property
+    def params(self) -> PMap[str, Any]:
+        """The parameters given, with defaults filled in; those that were not given and have no default are absent."""
+        params: PMap[str, Any] = handed_out(self._params)
+        return params
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.rule, dict(self._params))
 
     @staticmethod
     def _checked(key: str, value: Any) -> int | float | None:
@@ -135,13 +157,13 @@ class PositionScheme:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PositionScheme):
             return NotImplemented
-        return self.name == other.name and self.params == other.params
+        return self.name == other.name and self._params == other._params
 
     def __hash__(self) -> int:
-        return hash((self.name, self.params))
+        return hash((self.name, self._params))
 
     def __repr__(self) -> str:
-        given = "".join(f", {key}={self.params[key]}" for key in sorted(self.params))
+        given = "".join(f", {key}={self._params[key]}" for key in sorted(self._params))
         return f"scheme({self.name!r}{given})"
 
     # What callers use
@@ -239,14 +261,14 @@ class PositionScheme:
         self._check_limit(greatest)
         top = max(state.max_position, int(greatest)) if external.max_position is None else external.max_position
         after = int(greatest) + 1 if external.next_position is None else external.next_position
-        if top < int(greatest) or after < 0:
+        if top < max(state.max_position, int(greatest)) or after < 0:
             raise PositionError(
-                f"an external table with positions up to {greatest} cannot come with max_position {top}, next_position {after}",
+                f"max_position {top} and next_position {after} cannot follow positions up to {max(state.max_position, greatest)}",
                 value=(top, after),
-                limit=greatest,
+                limit=max(state.max_position, int(greatest)),
             )
-        run = TableRun(count, table.astype(self.dtype).tobytes())
         self._check_limit(max(top, after - 1))
+        run = TableRun(count, table.astype(self.dtype).tobytes())
         return (run,), PositionState(state.num_tokens + count, after, top)
 
     # What families define

@@ -39,7 +39,7 @@ class Qwen2VL(PositionScheme):
             raise Unsupported(f"{self.name} has no audio, {item} cannot be placed", item=item)
         if item.grid_thw is None:
             raise PositionError(f"{item} has no grid_thw; {self.name} places nothing without one", item=item)
-        merge = self.params["spatial_merge_size"]
+        merge = self._params["spatial_merge_size"]
         frames, height, width = item.grid_thw
         if height < merge or width < merge:
             raise PositionError(f"{item}: grid {item.grid_thw} is smaller than spatial_merge_size {merge}", item=item)
@@ -64,12 +64,12 @@ class Qwen25VL(Qwen2VL):
     def frame_times(self, item: MediaItem, frames: int) -> Sequence[int]:
         if item.modality == "image" or frames == 1:
             return range(frames)
-        rate = self.params.get("tokens_per_second")
+        rate = self._params.get("tokens_per_second")
         if rate is None:
             raise PositionError(f"{item}: {self.name} was not given tokens_per_second, which videos need", item=item)
         single = np.float32
-        seconds = single(1.0 if item.second_per_grid_ts is None else item.second_per_grid_ts)
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # whatever overflows is over the limit below
+            seconds = single(1.0 if item.second_per_grid_ts is None else item.second_per_grid_ts)
             if self.rule == "hf5":
                 times = np.arange(frames, dtype=single) * (single(rate) * seconds)
             elif self.rule == "sglang":

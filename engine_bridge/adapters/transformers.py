@@ -26,8 +26,9 @@ def to_transformers(
     schemes; ``attention_mask`` (1, stop), the cached prefix included; for schemes with media also ``mm_token_type_ids`` (1, T): 0
     text, 1 image, 2 video. Pixels and the cache are the caller's to add.
 
-    Raises Unsupported where a window begins inside an item, whose pixels transformers takes whole, where an id outside every
-    span is a placeholder id, and where the scheme was not given the placeholder ids it needs. Otherwise as request_inputs.
+    Raises Unsupported where the window begins or the path ends inside an item, whose pixels transformers takes whole, where an id
+    outside every span is a placeholder id, and where the scheme was not given the placeholder ids it needs. Otherwise as
+    request_inputs.
     """
     inputs = request_inputs(node, prefix_len, device, mode)
     count = inputs.input_ids.shape[0]
@@ -39,19 +40,21 @@ def to_transformers(
     if inputs.positions.shape[0] == 1:
         return given
     types = torch.zeros(count, dtype=torch.int64, device=device)
+    params = node.scheme.params
+    if node.position_state(mode).open_block is not None:
+        item = inputs.media_spans[-1][0] if inputs.media_spans else None
+        raise Unsupported(f"{node!r} ends inside an item; transformers takes an item whole", item=item, prefix_len=prefix_len)
     for item, start, stop in inputs.media_spans:
-        if start == prefix_len and _begins_before(node, prefix_len):
+        if start == prefix_len and (item.placeholders_before or _begins_before(node, prefix_len)):
             raise Unsupported(
-                f"token {prefix_len} is inside {item}; transformers takes an item whole",
-                item=item,
-                prefix_len=prefix_len,
+                f"token {prefix_len} is inside {item}; transformers takes an item whole", item=item, prefix_len=prefix_len
             )
-        placeholder = node.scheme.params.get(f"{item.modality}_token_id")
+        placeholder = params.get(f"{item.modality}_token_id")
         if placeholder is None:
             raise Unsupported(f"{node.scheme.name} was not given {item.modality}_token_id, which transformers scans for", item=item)
         inputs.input_ids[start - prefix_len : stop - prefix_len] = placeholder
         types[start - prefix_len : stop - prefix_len] = _TOKEN_TYPES[item.modality]
-    _refuse_strays(node.scheme.params, inputs.input_ids, types, prefix_len)
+    _refuse_strays(params, inputs.input_ids, types, prefix_len)
     given["mm_token_type_ids"] = types[None]
     return given
 

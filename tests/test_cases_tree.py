@@ -592,7 +592,8 @@ def test_d41_windows_of_every_size(count: int) -> None:
 def test_d41_torch_from_numpy(count: int) -> None:
     """PyTorch writes through NumPy's read-only flag, so what it is given must be nobody else's memory.
 
-    Of windows longer than COPIED_WINDOW that is not promised (see Node.input_ids); here none is longer. A first child writes on in its parent's arena, its siblings open arenas of exactly their size: both, at every depth.
+    Of windows longer than COPIED_WINDOW that is not promised (see Node.input_ids); here none is longer.
+    A first child writes on in its parent's arena, its siblings open arenas of exactly their size: both, at every depth.
     """
     session = text_session()
     ids = np.arange(1000, 1000 + count)
@@ -610,8 +611,7 @@ def test_d41_torch_from_numpy(count: int) -> None:
             (0, min(count, source.stop)),
             (source.stop - 1, source.stop),
         ]:
-            start = max(start, stop - COPIED_WINDOW)
-            torch.from_numpy(source.input_ids(start, stop)).fill_(1)
+            torch.from_numpy(source.input_ids(max(start, stop - COPIED_WINDOW), stop)).fill_(1)
             torch.as_tensor(source.positions(start, stop)).fill_(1)
         if len(source) <= COPIED_WINDOW:
             torch.from_numpy(source.token_ids).fill_(1)

@@ -38,6 +38,10 @@ MAX_STATE_BYTES: Final = 2**20
 Commit = Callable[[Node, Turn, Details], Node]
 
 
+def _no_session(parent: Node, turn: Turn, details: Details) -> Node:
+    raise DraftClosed("this draft was closed")
+
+
 class Draft:
     """Generated tokens under ``parent`` that are not a node yet. Made by ``Session.draft``; as a context manager it aborts on exit.
 
@@ -189,14 +193,18 @@ class Draft:
         data = self._tokens[:count].tobytes()
         turn = plan_turn(self.scheme, self.parent, data, (), self.origin, self.role, self.key)
         node = self._commit(self.parent, turn, Details(self._metadata, finish_reason, tail_policy))
-        self._how_closed = "committed"
+        self._close("committed")
         return node
 
     def abort(self) -> None:
         """Give it up. Nothing of it was ever in the tree. Raises DraftClosed after a commit."""
         if self._how_closed != "aborted":
             self._check_open()
-        self._how_closed = "aborted"
+            self._close("aborted")
+
+    def _close(self, how: str) -> None:
+        self._how_closed = how
+        self._commit = _no_session  # a closed draft holds its path and nothing else
 
     @property
     def closed(self) -> bool:

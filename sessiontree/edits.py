@@ -16,7 +16,7 @@ from sessiontree.media import MediaItem, placements
 from sessiontree.node import Details, Link, Node, deepest_from, deepest_to
 from sessiontree.positions.runs import TableRun
 from sessiontree.tokens import TOKEN_BYTES, TokenIds, as_index, token_array, token_bytes
-from sessiontree.turns import Pending, Turn, plan_turn
+from sessiontree.turns import Pending, plan_turn
 
 
 class Edit(NamedTuple):
@@ -68,27 +68,64 @@ def plan_prefix(node: Node, length: int) -> Plan:
 
 
 def plan_rewrite(node: Node, edits: Iterable[Edit | Sequence[Any]]) -> Plan:
-    """The path that ``edits`` make of ``node``'s. Raises TypeError, OutOfRange, MediaSpanError, Unsupported."""
-    changes = [change for change in _checked(node, edits) if not _changes_nothing(node, change)]
+    """The path that ``edits`` make of ``node``'s. Raises TypeError, OutOfRange, MediaSpanError, Unsupported.
+
+    Turns are compared with those they come from: whole turns are shared while nothing has changed, then the beginning of the
+    first that has; all that follow are made anew, since their tokens stand elsewhere or attend to others.
+    """
+    changes = _checked(node, edits)
     if not changes:
         return Plan(node, ())
-    changes[0] = _trimmed(node, changes[0])
-    shared = changes[0].start
-    prefix = plan_prefix(node, shared)
-    made = list(prefix.turns)
-    at: Node | Turn = made[0].turn if made else prefix.parent
-    path = node.path()
-    root, sources = path[0], path[prefix.parent.depth + 1 :] or (node,)
-    for source in sources:
-        data, media = _rewritten(source, shared, changes, takes_end=source is sources[-1])
-        was_empty = source.start == source.stop
-        if data or (was_empty and at.id != root.id):
+    first = deepest_from(node, changes[0].start)
+    parent = first.parent or first
+    made: list[Pending] = []
+    shared: int | None = None  # path index of the first difference
+    for source in node.path()[first.depth :]:
+        data, media = _rewritten(source, changes, takes_end=source is node)
+        if shared is None:
+            same = _same_tokens(source, data, media)
+            if same == len(source):
+                parent = source
+            elif same:
+                parent, (beginning,) = plan_prefix(source, source.start + same)
+                made.append(beginning)
+            if same == len(source) == len(data) // TOKEN_BYTES:
+                continue
+            shared = source.start + same
+            data = data[same * TOKEN_BYTES :]
+            media = [part for item in media for part in _after(item, same)]
+        at = made[-1].turn if made else parent
+        if data or (source.start == source.stop and at.id != node.ancestor(0).id):
             _refuse_table(source, "rewritten")
             turn = plan_turn(node.scheme, at, data, media, "input", source.role or "user")
             links = (Link("derived_from", source.id, shared),)
             made.append(Pending(turn, Details(source._details.metadata, source.finish_reason, source.tail_policy, links)))
-            at = turn
-    return Plan(prefix.parent, tuple(made))
+    return Plan(parent, tuple(made))
+
+
+def _same_tokens(source: Node, data: bytes, media: Sequence[MediaItem]) -> int:
+    """How many tokens at the beginning of a turn stay what they were, no item cut."""
+    old, new = token_array(source._extent.read_bytes(source.start, source.stop)), token_array(data)
+    common = min(len(old), len(new))
+    differs = old[:common] != new[:common]
+    same = int(np.argmax(differs)) if differs.any() else common
+    for item in source.media:
+        if item not in media:
+            same = min(same, item.spans[0][0])
+    for item in media:
+        if item not in source.media:
+            same = min(same, item.spans[0][0])
+    for offset, size in (span for item in source.media for span in item.spans):
+        if offset < same < offset + size:
+            same = offset
+    return same
+
+
+def _after(item: MediaItem, length: int) -> list[MediaItem]:
+    """What is left of ``item`` behind the first ``length`` tokens of its turn, which cut no span."""
+    spans = [(offset - length, size) for offset, size in item.spans if offset >= length]
+    before = item.num_placeholders - sum(size for _, size in spans)
+    return [item.with_spans(spans, placeholders_before=item.placeholders_before + before)] if spans else []
 
 
 def _checked(node: Node, edits: Iterable[Edit | Sequence[Any]]) -> list[_Change]:
@@ -109,33 +146,13 @@ def _checked(node: Node, edits: Iterable[Edit | Sequence[Any]]) -> list[_Change]
         data = token_bytes(given.token_ids)
         media = tuple(given.media)
         placements(media, len(data) // TOKEN_BYTES)
-        changes.append(_Change(start, stop, data, media))
+        if start < stop or data:
+            changes.append(_Change(start, stop, data, media))
     return changes
 
 
-def _changes_nothing(node: Node, change: _Change) -> bool:
-    return (
-        not change.media
-        and not any(begin < change.stop and end > change.start for _, begin, end in node.media_spans(change.start, change.stop))
-        and node._extent.read_bytes(change.start, change.stop) == change.data
-    )
-
-
-def _trimmed(node: Node, change: _Change) -> _Change:
-    """The change without the tokens at its beginning that stay what they were."""
-    old = token_array(node._extent.read_bytes(change.start, change.stop))
-    new = token_array(change.data)
-    common = min(len(old), len(new))
-    differs = old[:common] != new[:common]
-    same = int(np.argmax(differs)) if differs.any() else common
-    same = min([same, *(placement.start for placement in placements(change.media, len(new)))])
-    same = min([same, *(begin - change.start for _, begin, _ in node.media_spans(change.start, change.stop))])
-    media = tuple(item.with_spans((offset - same, size) for offset, size in item.spans) for item in change.media)
-    return _Change(change.start + same, change.stop, change.data[same * TOKEN_BYTES :], media)
-
-
-def _rewritten(source: Node, shared: int, changes: Sequence[_Change], *, takes_end: bool) -> tuple[bytes, list[MediaItem]]:
-    """Tokens and media of the turn that takes ``source``'s place, from path index ``shared`` on.
+def _rewritten(source: Node, changes: Sequence[_Change], *, takes_end: bool) -> tuple[bytes, list[MediaItem]]:
+    """Tokens and media of the turn that takes ``source``'s place.
 
     A change belongs to the turn it starts in; one at the very end to the last turn (``takes_end``).
     """
@@ -143,7 +160,7 @@ def _rewritten(source: Node, shared: int, changes: Sequence[_Change], *, takes_e
     media: list[MediaItem] = []
     kept: list[tuple[int, int, int]] = []  # old start, old stop, new start
     written = 0
-    at = max(source.start, shared)
+    at = source.start
     for change in changes:
         if source.start <= change.start < source.stop or (takes_end and change.start == source.stop):
             kept.append((at, change.start, written))
@@ -157,33 +174,23 @@ def _rewritten(source: Node, shared: int, changes: Sequence[_Change], *, takes_e
     kept.append((at, source.stop, written))
     pieces.append(source._extent.read_bytes(at, source.stop))
     for item in source.media:
-        media += _moved(item, source.start, shared, kept, changes)
+        media += _moved(item, source.start, kept, changes)
     return b"".join(pieces), media
 
 
-def _moved(
-    item: MediaItem, start: int, shared: int, kept: Sequence[tuple[int, int, int]], changes: Sequence[_Change]
-) -> list[MediaItem]:
+def _moved(item: MediaItem, start: int, kept: Sequence[tuple[int, int, int]], changes: Sequence[_Change]) -> list[MediaItem]:
     """``item`` where its tokens went: itself moved, nothing where it is wholly replaced; a cut raises MediaSpanError."""
-    before, spans, gone = 0, [], 0
+    spans, gone = [], 0
     for offset, size in item.spans:
         begin, end = start + offset, start + offset + size
-        if end <= shared:
-            before += size
-            continue
         places = [new + begin - first for first, last, new in kept if first <= begin and end <= last]
+        if not places and not any(change.start <= begin and end <= change.stop for change in changes):
+            raise MediaSpanError(f"an edit cuts {item}, tokens [{begin}, {end})", item=item, span=(begin, end))
         spans += [(place, size) for place in places]
-        if not places:
-            if not _covered(begin, end, changes):
-                raise MediaSpanError(f"an edit cuts {item}, tokens [{begin}, {end})", item=item, span=(begin, end))
-            gone += 1
+        gone += not places
     if spans and gone:
         raise MediaSpanError(f"an edit takes {gone} of the {gone + len(spans)} spans of {item}", item=item, span=item.spans[0])
-    return [item.with_spans(spans, placeholders_before=item.placeholders_before + before)] if spans else []
-
-
-def _covered(begin: int, end: int, changes: Sequence[_Change]) -> bool:
-    return any(change.start <= begin and end <= change.stop for change in changes)
+    return [item.with_spans(spans)] if spans else []
 
 
 def _refuse_table(node: Node, what: str) -> None:

@@ -76,7 +76,7 @@ class MediaItem(Sealed):
         _SET["grid_thw"](self, None if grid_thw is None else _checked_grid(grid_thw))
         _SET["second_per_grid_ts"](self, None if second_per_grid_ts is None else _checked_seconds(second_per_grid_ts))
         _SET["audio_feature_length"](self, _checked_length(audio_feature_length))
-        _SET["target_sizes"](self, tuple(_pair(size, "target_sizes") for size in _rows(target_sizes)))
+        _SET["target_sizes"](self, _checked_sizes(target_sizes))
         _SET["placeholders_before"](self, _count(placeholders_before, "placeholders_before"))
         if not isinstance(unfinished, (bool, np.bool)):
             raise TypeError(f"unfinished is a bool, not {type(unfinished).__name__}")
@@ -241,7 +241,7 @@ def _pair(values: Any, what: str) -> Span:
         first, second = _rows(values)
     except ValueError:
         raise TypeError(f"{what} are pairs, not {values!r}") from None
-    return _count(first, what), _count(second, what)
+    return as_index(first, what), as_index(second, what)
 
 
 def _checked_spans(modality: str, identity: bytes, spans: Any) -> tuple[Span, ...]:
@@ -249,9 +249,9 @@ def _checked_spans(modality: str, identity: bytes, spans: Any) -> tuple[Span, ..
     name = f"{modality} {identity[:4].hex()}"
     end = 0
     for offset, length in pairs:
-        if offset < 0 or length < 1:
+        if offset < 0 or length < 1 or offset + length > MAX_COUNT:
             raise MediaSpanError(
-                f"{name}: span (offset {offset}, length {length}) holds no token", item=name, span=(offset, length)
+                f"{name}: span (offset {offset}, length {length}) is no run of tokens", item=name, span=(offset, length)
             )
         if offset < end:
             raise MediaSpanError(
@@ -259,6 +259,11 @@ def _checked_spans(modality: str, identity: bytes, spans: Any) -> tuple[Span, ..
             )
         end = offset + length
     return tuple(pairs)
+
+
+def _checked_sizes(sizes: Any) -> tuple[Span, ...]:
+    pairs = (_pair(size, "target_sizes") for size in _rows(sizes))
+    return tuple((_count(height, "target_sizes"), _count(width, "target_sizes")) for height, width in pairs)
 
 
 def _checked_grid(grid_thw: Any) -> tuple[int, int, int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Literal, NamedTuple
 
-import attrs
 import numpy as np
 from numpy.typing import NDArray
 from pyrsistent import PMap
@@ -92,7 +91,6 @@ class Lineage(NamedTuple):
     model_fingerprint: str
 
 
-@attrs.frozen(init=False, eq=False, repr=False)
 class Node(Sealed):
     """One turn. Equal and hashed by ``id``.
 
@@ -101,7 +99,29 @@ class Node(Sealed):
     ``start``. ``origin``: "input" for prefilled tokens, "generated" for decoded ones. ``role``: None for a root. ``key``: the
     caller's or the draft's key, None without one. ``decoded``, ``replayed``: position runs of its tokens and the state after them
     in each mode; one object where the modes agree.
+
+    Not an attrs class: whatever walks the fields of those would walk the parents, one call deeper for each.
     """
+
+    __slots__ = (
+        "__weakref__",
+        "_details",
+        "_extent",
+        "_jump",
+        "_lineage",
+        "_with_media",
+        "decoded",
+        "depth",
+        "id",
+        "key",
+        "media",
+        "origin",
+        "parent",
+        "replayed",
+        "role",
+        "start",
+        "stop",
+    )
 
     id: bytes
     parent: Node | None
@@ -130,12 +150,12 @@ class Node(Sealed):
 
     @property
     def finish_reason(self) -> str | None:
-        """Why its generation ended; None for input. Outside its identity."""
+        """Why its generation ended; None where nothing was generated. Outside its identity."""
         return self._details.finish_reason
 
     @property
     def tail_policy(self) -> TailPolicy | None:
-        """Whether the last sampled token was kept or dropped at commit; None for input. Outside its identity."""
+        """Whether the last sampled token was kept or dropped at commit; None where nothing was generated. Outside its identity."""
         return self._details.tail_policy
 
     @property

@@ -45,7 +45,7 @@ class Session:
         self.incarnation = incarnation
         self._tree = tree
         self._store = store
-        self._lock = tree.lock
+        self._lock = tree._index.lock  # re-entrant: held around what the tree does under it
         self._closed = False
         self._drafts = 0  # how many got a key of their own
 
@@ -289,6 +289,8 @@ class SessionStore:
 
         Raises UnknownNode, SessionExists.
         """
+        if not isinstance(session, Session):
+            raise TypeError(f"a Session is forked, not {type(session).__name__}")
         return self._open(new_session_id, session._tree.forked(node))
 
     def _open(self, session_id: str, tree: SessionTree) -> Session:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple
 
 import attrs
@@ -30,9 +29,6 @@ from sessiontree.positions import ExternalPositions, PositionScheme
 from sessiontree.positions import scheme as scheme_named
 from sessiontree.tokens import TOKEN_BYTES, Extent, TokenIds, as_index, token_bytes
 from sessiontree.turns import Pending, Turn, plan_turn
-
-#: Layers deeper than this are flattened into one, so that a lookup visits few.
-MAX_LAYERS: Final = 16
 
 UNSET: Final[Any] = object()
 
@@ -69,7 +65,6 @@ class NodeIndex:
         "base_count",
         "by_id",
         "by_key",
-        "layers",
         "limits",
         "lock",
         "nodes",
@@ -92,7 +87,6 @@ class NodeIndex:
         self.base = base
         self.tip = tip
         self.base_count = base_count if tip is None else tip.depth + 1
-        self.layers: int = 0 if base is None else base.layers + 1
         self.lock = threading.RLock()
         self.token = object()
         self.nodes: list[Node] = []
@@ -253,11 +247,6 @@ class SessionTree(Sealed):
     def scheme(self) -> PositionScheme:
         """The position scheme of every node."""
         return self._index.root.scheme
-
-    @property
-    def lock(self) -> AbstractContextManager[Any]:
-        """What guards additions to its index; re-entrant, so that a writer can hold it around several."""
-        return self._index.lock
 
     @property
     def limits(self) -> Limits:
@@ -528,16 +517,21 @@ class SessionTree(Sealed):
 
 
 def _layer(tree: SessionTree, index: NodeIndex) -> NodeIndex:
-    """An index over what ``tree`` sees of ``index``."""
-    if index.layers < MAX_LAYERS:
-        return NodeIndex(index.root, index.limits, base=index, base_count=tree._count)
-    layers = index.layers_upward(tree._count)
-    flat = NodeIndex(index.root, index.limits, tip=layers[0][0].tip)
-    for layer, visible in layers:
-        for node in layer.nodes[: visible - layer.base_count]:
-            parent = node.parent
-            flat.add(node, node.id, None if node.key is None or parent is None else parent.id + node.key.encode())
-    return flat
+    """An index over what ``tree`` sees of ``index``.
+
+    Layers no larger than what they would lie under are taken into it, as a binary counter carries. So n layers cost
+    O(n log n) in all, and a lookup visits O(log n) of them.
+    """
+    count = tree._count
+    carried: list[Node] = []
+    while index.base is not None and count - index.base_count <= len(carried) + 1:
+        carried[:0] = index.nodes[: count - index.base_count]
+        count, index = index.base_count, index.base
+    layer = NodeIndex(index.root, index.limits, base=index, base_count=count)
+    for node in carried:
+        parent = node.parent
+        layer.add(node, node.id, None if node.key is None or parent is None else parent.id + node.key.encode())
+    return layer
 
 
 def _checked_limits(max_tokens: int | None, reserve_output: int) -> Limits:

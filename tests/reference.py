@@ -289,6 +289,7 @@ def rewritten(scheme: Scheme, segments: Sequence[Segment], edits: Sequence[Edit]
     """The token ids and whole media blocks that a rewrite of this path must have."""
     ids, blocks = input_ids(segments), whole_blocks(segments)
     unfinished = check_history(scheme, segments)
+    part_starts = {start for item, start, _ in media_spans(segments) if item.placeholders_before}
     previous = 0
     edits = [edit for edit in edits if edit.start < edit.stop or edit.tokens]
     for edit in edits:
@@ -302,6 +303,8 @@ def rewritten(scheme: Scheme, segments: Sequence[Segment], edits: Sequence[Edit]
             else:
                 overlaps = edit.start < last and first < edit.stop
                 cut = overlaps and not (edit.start <= first and last <= edit.stop)
+                # As with truncate: what is left of the path may end between two parts of an item.
+                cut = cut and not (edit.start in part_starts and edit.stop == len(ids) and not edit.tokens)
             if cut or (unfinished is not None and edit.start == len(ids) and edit.tokens):
                 raise Refused("MediaSpanError", "an edit cuts an item")
     for edit in reversed(edits):
@@ -310,6 +313,8 @@ def rewritten(scheme: Scheme, segments: Sequence[Segment], edits: Sequence[Edit]
         for identity, first, last in blocks:
             if last <= edit.start:
                 moved.append((identity, first, last))
+            elif first < edit.start and last > edit.start:
+                moved.append((identity, first, edit.start))
             elif first >= edit.stop:
                 moved.append((identity, first + shift, last + shift))
         inserted = whole_blocks([Segment("input", edit.tokens, edit.items)])

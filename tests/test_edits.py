@@ -409,18 +409,43 @@ def splice(old: list[int], spans: Spans, edits: list[Edit]) -> tuple[list[int], 
     return new, sorted(kept + added, key=lambda span: span[1]), places
 
 
-def first_change(old: list[int], spans: Spans, edits: list[Edit]) -> int | None:
-    """How many tokens stay before the first thing that an edit changes; None if nothing changes."""
-    for edit in edits:
-        inside = [start for _, start, stop in spans if start < edit.stop and stop > edit.start]
-        new = list(edit.token_ids)
-        if not edit.media and not inside and old[edit.start : edit.stop] == new:
+def turn_after(node: Node, edits: list[Edit], is_last: bool) -> tuple[list[int], Spans]:
+    """Tokens and spans, from 0, of the turn in a node's place: edits belong to the turn they start in."""
+    old = node.token_ids.tolist()
+    new: list[int] = []
+    spans: Spans = []
+    places: dict[int, int] = {}
+    for index in range(node.start, node.stop + 1):
+        for edit in edits:
+            if edit.start == index and (index < node.stop or is_last):
+                spans += [
+                    (item.identity, len(new) + offset, len(new) + offset + size)
+                    for item in edit.media
+                    for offset, size in item.spans
+                ]
+                new += list(edit.token_ids)
+        if index < node.stop and not any(edit.start <= index < edit.stop for edit in edits):
+            places[index - node.start] = len(new)
+            new.append(old[index - node.start])
+    for item in node.media:
+        spans += [(item.identity, places[offset], places[offset] + size) for offset, size in item.spans if offset in places]
+    return new, sorted(spans, key=lambda span: span[1])
+
+
+def first_change(node: Node, edits: list[Edit]) -> tuple[int, int] | None:
+    """How many nodes stay whole, and how many tokens stay in all; None if nothing changes."""
+    for number, turn in enumerate(node.path()):
+        new, spans = turn_after(turn, edits, turn is node)
+        old = turn.token_ids.tolist()
+        had = [(item.identity, offset, offset + size) for item in turn.media for offset, size in item.spans]
+        if (new, spans) == (old, had):
             continue
         same = 0
-        while same < min(len(new), edit.stop - edit.start) and old[edit.start + same] == new[same]:
+        while same < min(len(new), len(old)) and old[same] == new[same]:
             same += 1
-        starts = [item.spans[0][0] for item in edit.media] + [start - edit.start for start in inside]
-        return edit.start + min([same, *starts])
+        same = min([same, *(start for _, start, _ in set(spans) ^ set(had))])
+        same = min([same, *(start for _, start, stop in had if start < same < stop)])
+        return number + (same == len(old)), turn.start + same
     return None
 
 
@@ -485,15 +510,16 @@ def test_rewrite_against_a_splice_of_lists(case: Case) -> None:
     before = tree_print(tree)
     old, spans = node.input_ids().tolist(), spans_of(node)
     expected, expected_spans, places = splice(old, spans, edits)
-    shared = first_change(old, spans, edits)
+    change = first_change(node, edits)
     tree2, new = tree.rewrite(node, edits)
     assert tree_print(tree) == before
     assert new.input_ids().tolist() == expected
     assert spans_of(new) == expected_spans
-    if shared is None:
+    if change is None:
         assert new is node
         assert tree2 is tree
         return
+    whole_nodes, shared = change
     items = [item.with_spans([(start, stop - start)]) for item, start, stop in new.media_spans()]
     whole, state = node.scheme.extend(node.scheme.initial_state(), expected, items)
     assert new.positions().tolist() == whole.tolist()
@@ -503,7 +529,7 @@ def test_rewrite_against_a_splice_of_lists(case: Case) -> None:
     )
     # What ends before the change is shared, object for object.
     old_path, new_path = node.path(), new.path()
-    same = [one for one in old_path if one.stop <= shared]
+    same = old_path[:whole_nodes]
     assert len(new_path) >= len(same)
     assert all(one is two for one, two in zip(same, new_path, strict=False))
     # What follows is made anew: each turn of one source, in order, with its role and metadata.
@@ -554,3 +580,27 @@ def test_rewrites_in_a_session_and_heads() -> None:
     new = session.rewrite(nodes[-1], [(0, 1, [5])])
     assert session.head("main") == head, "a rewrite moves no head"
     assert isinstance(session.set_head("main", new, expected=head), Head)
+
+
+def test_what_replaces_a_turns_end_stays_in_that_turn() -> None:
+    """However much of the replacement is what was there: what is new belongs to the turn that the edit starts in."""
+    tree = SessionTree("text@hf5")
+    tree, system = tree.append(tree.root, [1, 2], role="system", metadata={"turn": 0})
+    tree, empty = tree.append(system, [], role="tool")
+    tree, user = tree.append(empty, [3, 4], role="user")
+    tree, new = tree.rewrite(user, [(1, 3, [2, 9])])
+    turns = [(node.role, node.token_ids.tolist()) for node in new.path()[1:]]
+    assert turns == [("system", [1, 2]), ("system", [9]), ("tool", []), ("user", [4])]
+    assert new.path()[1] is system
+    assert new.path()[2].metadata == {"turn": 0}
+    assert {link.reused_tokens for node in new.path()[2:] for link in node.links} == {2}
+
+
+def test_what_happens_to_be_the_same_after_a_deletion_is_shared() -> None:
+    tree = SessionTree("text@hf5")
+    tree, node = tree.append(tree.root, [7, 7, 8, 9])
+    tree, new = tree.rewrite(node, [(0, 1)])
+    assert [(turn.token_ids.tolist(), turn.links[0].kind, turn.links[0].reused_tokens) for turn in new.path()[1:]] == [
+        ([7], "prefix_of", 1),
+        ([8, 9], "derived_from", 1),
+    ]

@@ -128,7 +128,8 @@ class PositionScheme(Sealed):
         for key, value in params.items():
             if key not in known:
                 raise PositionError(f"{self.family} has no parameter {key!r}; it has {', '.join(sorted(known))}", parameter=key)
-            known[key] = None if value is None else self._checked(key, value)
+            if value is not None:
+                known[key] = self._checked(key, value)
         put = _SET_SCHEME
         put["rule"](self, rule)
         put["name"](self, f"{self.family}@{rule}")
@@ -149,7 +150,8 @@ class PositionScheme(Sealed):
     def _checked(key: str, value: Any) -> int | float | None:
         if key == "time":
             return None  # says how the vectors' values were computed; the rule says it already
-        number: int | float = value if isinstance(value, float) else as_index(value, key)
+        rate = isinstance(value, float) and key == "tokens_per_second"
+        number: int | float = float(value) if rate else as_index(value, key)
         if not (value >= 0 if key.endswith("_token_id") else 0 < value < 2**53):
             raise PositionError(f"parameter {key} is {value}", parameter=key, value=value)
         return number
@@ -397,5 +399,5 @@ def _refuse_inside(open_block: OpenBlock, why: str, item: MediaItem | None = Non
     raise MediaSpanError(
         f"the path ends inside {open_block.modality} {open_block.identity[:4].hex()}, {open_block.placed} placeholders in: {why}",
         item=item,
-        span=(0, 0),
+        span=None,
     )

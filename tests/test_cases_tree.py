@@ -588,7 +588,7 @@ def test_d41_windows_of_every_size(count: int) -> None:
     assert tree_digest(session.tree) == before
 
 
-@pytest.mark.parametrize("count", [1, 100, 4_096, 5_000, 65_536, 100_000])
+@pytest.mark.parametrize("count", [1, 100, 4_096, 5_000, 300_000])
 def test_d41_torch_from_numpy(count: int) -> None:
     """PyTorch writes through NumPy's read-only flag, so what it is given must be nobody else's memory.
 

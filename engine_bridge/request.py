@@ -6,13 +6,15 @@ Nothing in this module remembers anything between calls.
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import torch
 
 from sessiontree import Draft, MediaItem, NeedsMedia, Node, OutOfRange
-from sessiontree.node import MediaSpan
+from sessiontree.node import MediaSpan, clipped_spans
 from sessiontree.positions import Mode
-from sessiontree.tokens import as_index
+from sessiontree.tokens import window
 
 
 @attrs.frozen(eq=False)
@@ -21,20 +23,22 @@ class RequestInputs:
 
     ``input_ids``: (T,) int64. ``positions``: (num_axes, T) int64, float32 where the scheme's engine takes floats.
     ``mrope_position_delta``: (1, 1), same dtype; the token at index i that is decoded after them stands at i + delta, whatever the
-    window. ``media_spans``: (item, start, stop) clipped to the window, in path coordinates. ``needed_items``: items, each once,
-    that have a placeholder in the window, in path order. ``mode``: which positions these are.
+    window. ``media_spans``: (item, start, stop) clipped to the window, in path coordinates. ``first_rows``: for each of them, which
+    row of the whole item's encoder output its first token takes. ``needed_items``: the items that have a placeholder in the
+    window, in path order, each content once. ``mode``: which positions these are.
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     mrope_position_delta: torch.Tensor
     media_spans: tuple[MediaSpan, ...]
+    first_rows: tuple[int, ...]
     needed_items: tuple[MediaItem, ...]
     mode: Mode
     prefix_len: int
 
     def __attrs_post_init__(self) -> None:
-        if self.positions.shape[1] != self.input_ids.shape[0]:  # the fault this project began with
+        if self.positions.shape[1] != self.input_ids.shape[0]:  # never hand over a table narrower than its tokens
             raise OutOfRange(
                 f"{self.positions.shape[1]} positions for {self.input_ids.shape[0]} tokens",
                 value=self.positions.shape[1],
@@ -59,21 +63,33 @@ def request_inputs(
     """
     if not isinstance(node, (Node, Draft)):
         raise TypeError(f"request inputs are made of a Node or a Draft, not {type(node).__name__}")
-    prefix_len = as_index(prefix_len, "prefix_len")
+    prefix_len, stop = window(prefix_len, None, node.stop, "prefix_len")
     ids = node.input_ids(prefix_len)
     positions = node.positions(prefix_len, None, mode)
-    spans = node.media_spans(prefix_len)
-    needed = tuple({item.identity: item for item, _, _ in spans}.values())
+    committed = node if isinstance(node, Node) else node.parent
+    clipped = clipped_spans(committed, min(prefix_len, committed.stop), min(stop, committed.stop))
+    needed: dict[Any, MediaItem] = {}
+    for item, *_ in clipped:
+        content = (
+            item.modality,
+            item.identity,
+            item.grid_thw,
+            item.second_per_grid_ts,
+            item.audio_feature_length,
+            item.target_sizes,
+        )
+        needed.setdefault(content, item)
     if features and needed:
-        raise NeedsMedia(f"features of {', '.join(map(str, needed))} are not held", items=needed)
+        raise NeedsMedia(f"features of {', '.join(map(str, needed.values()))} are not held", items=tuple(needed.values()))
     delta = node.scheme.mrope_position_delta(node.position_state(mode))
     dtype = torch.int64 if positions.dtype.kind == "i" else torch.float32
     return RequestInputs(
         torch.tensor(ids, dtype=torch.int64, device=device),
         torch.tensor(positions, dtype=dtype, device=device),
         torch.tensor([[delta]], dtype=dtype, device=device),
-        spans,
-        needed,
+        tuple((item, begin, end) for item, begin, end, _ in clipped),
+        tuple(row for *_, row in clipped),
+        tuple(needed.values()),
         mode,
         prefix_len,
     )

@@ -32,11 +32,11 @@ def root_id(scheme: str, params: Sequence[tuple[str, Any]], namespace: Sequence[
 
 
 def node_id(parent_id: bytes, head: bytes, token_bytes: bytes) -> bytes:
-    """The id of a child of ``parent_id``; ``head`` comes from :func:`content_head`."""
+    """The id of a child of ``parent_id``; ``head`` comes from :func:`content_prefix`."""
     return sha256(parent_id + head + token_bytes).digest()
 
 
-def content_head(origin: str, role: str, key: str | None = None, media: tuple[Any, ...] = (), table: Any = None) -> bytes:
+def content_prefix(origin: str, role: str, key: str | None = None, media: tuple[Any, ...] = (), table: Any = None) -> bytes:
     """Everything but parent and tokens, encoded. ``media`` and ``table`` are packable fields in a canonical order."""
     if key is None and not media and table is None:
         head = _plain_heads.get((origin, role))

@@ -26,7 +26,7 @@ from sessiontree.errors import (
 )
 from sessiontree.frozen import checked_text, frozen_array, handed_out
 from sessiontree.media import MediaItem
-from sessiontree.node import Details, MediaSpan, Node, Origin, TailPolicy, placed_in, write_positions
+from sessiontree.node import Details, MediaSpan, Node, Origin, TailPolicy, positions_in, write_positions
 from sessiontree.positions import Mode, PositionScheme, PositionState
 from sessiontree.positions.runs import write
 from sessiontree.tokens import MAX_TOKEN_ID, TOKEN_BYTES, Position, TokenIds, as_index, token_array, token_bytes, window
@@ -122,21 +122,21 @@ class Draft:
             stop = self.stop + count
             if self._max_tokens is not None and stop > self._max_tokens:
                 raise LimitExceeded(
-                    f"a path of {stop} tokens; the session allows {self._max_tokens}",
+                    f"{self!r}: a path of {stop} tokens; the session allows {self._max_tokens}",
                     value=stop,
                     limit=self._max_tokens,
                 )
             position = stop - 1 + self.mrope_position_delta
             limit = self.scheme.max_position_limit
             raise PositionLimitExceeded(
-                f"position {position} is not below {self.scheme.name}'s max_position_limit of {limit}",
+                f"{self!r}: position {position} is not below {self.scheme.name}'s max_position_limit of {limit}",
                 value=position,
                 limit=limit,
             )
 
     def _check_open(self) -> None:
         if self._how_closed is not None:
-            raise DraftClosed(f"this draft was {self._how_closed}", draft=self)
+            raise DraftClosed(f"{self!r} was {self._how_closed}")
 
     def rollback(self, length: int) -> None:
         """Keep its first ``length`` tokens (speculative decoding) and the state that was current there.
@@ -283,7 +283,7 @@ class Draft:
 
     def position_state(self, mode: Mode = "as_decoded") -> PositionState:
         """The state that positions after its tokens continue from."""
-        state = placed_in(self.parent, mode).state
+        state = positions_in(self.parent, mode).state
         if mode == "as_decoded":
             return self.scheme.plan_decode(state, len(self._tokens))[1]
         return self.scheme.plan(state, self._tokens.tobytes())[1]
@@ -307,7 +307,7 @@ class Draft:
         first, last = window(start, stop, self.stop)
         scheme = self.scheme
         out = np.empty((scheme.num_axes, last - first), scheme.dtype)
-        state = placed_in(self.parent, mode).state
+        state = positions_in(self.parent, mode).state
         split = min(max(self.start, first), last)
         write_positions(self.parent, min(first, self.start), min(split, self.start), mode, out[:, : split - first])
         if split < last:

@@ -7,13 +7,16 @@ along with their tokens, and refuse to cut a media span. Nothing is attached her
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sessiontree.errors import MediaSpanError, OutOfRange, Unsupported
 from sessiontree.media import MediaItem, placements
 from sessiontree.node import Details, Link, Node, deepest_from, deepest_to
+from sessiontree.positions import ExternalPositions
 from sessiontree.positions.runs import TableRun
 from sessiontree.tokens import TOKEN_BYTES, TokenIds, as_index, token_array, token_bytes
 from sessiontree.turns import Pending, plan_turn
@@ -60,9 +63,8 @@ def plan_prefix(node: Node, length: int) -> Plan:
                 raise MediaSpanError(f"a cut at {length} is inside {item}, tokens [{span[0]}, {span[1]})", item=item, span=span)
         if kept:
             media.append(item if len(kept) == len(item.spans) else item.with_spans(kept, unfinished=True))
-    _refuse_table(cut, "cut")
     data = cut._extent.read_bytes(cut.start, length)
-    turn = plan_turn(cut.scheme, parent, data, media, cut.origin, str(cut.role))
+    turn = plan_turn(cut.scheme, parent, data, media, cut.origin, str(cut.role), external=_table_prefix(cut, keep))
     details = Details(cut._details.metadata, links=(Link("prefix_of", cut.id, length),))
     return Plan(parent, (Pending(turn, details, cut._extent),))
 
@@ -77,30 +79,49 @@ def plan_rewrite(node: Node, edits: Iterable[Edit | Sequence[Any]]) -> Plan:
     if not changes:
         return Plan(node, ())
     first = deepest_from(node, changes[0].start)
+    sources = node.path()[first.depth :]
+    turns = [_rewritten(source, changes, takes_end=source is node) for source in sources]
+
     parent = first.parent or first
+    changed = 0  # the first source that does not stay as it is
+    while changed < len(sources) and _same_tokens(sources[changed], *turns[changed]) == len(sources[changed]):
+        parent = sources[changed]
+        if len(turns[changed][0]) // TOKEN_BYTES > len(parent):
+            break
+        changed += 1
+    if changed == len(sources):
+        return Plan(parent, ())
+    same = _same_tokens(sources[changed], *turns[changed])
+    shared = sources[changed].start + same
     made: list[Pending] = []
-    shared: int | None = None  # path index of the first difference
-    for source in node.path()[first.depth :]:
-        data, media = _rewritten(source, changes, takes_end=source is node)
-        if shared is None:
-            same = _same_tokens(source, data, media)
-            if same == len(source):
-                parent = source
-            elif same:
-                parent, (beginning,) = plan_prefix(source, source.start + same)
-                made.append(beginning)
-            if same == len(source) == len(data) // TOKEN_BYTES:
-                continue
-            shared = source.start + same
-            data = data[same * TOKEN_BYTES :]
-            media = [part for item in media for part in _after(item, same)]
+    if 0 < same < len(sources[changed]):
+        parent, (beginning,) = plan_prefix(sources[changed], shared)
+        made.append(beginning)
+    data, media = turns[changed]
+    turns[changed] = data[same * TOKEN_BYTES :], [part for item in media for part in _after(item, same)]
+
+    for source, (data, media) in zip(sources[changed:], turns[changed:], strict=True):
         at = made[-1].turn if made else parent
-        if data or (source.start == source.stop and at.id != node.ancestor(0).id):
-            _refuse_table(source, "rewritten")
-            turn = plan_turn(node.scheme, at, data, media, "input", source.role or "user")
-            links = (Link("derived_from", source.id, shared),)
-            made.append(Pending(turn, Details(source._details.metadata, source.finish_reason, source.tail_policy, links)))
+        under_root = not made and parent.parent is None
+        if not data and (source.start < source.stop or source is sources[changed] or under_root):
+            continue  # emptied by the edits; or an empty turn, which says nothing under the root
+        turn = plan_turn(node.scheme, at, data, media, "input", source.role or "user", _key_of(source, data))
+        if not made and (stood := _next_on_path(node, parent)) is not None and stood.id == turn.id:
+            parent, shared = stood, stood.stop  # what the edit made is what stood there
+            continue
+        _refuse_table(source)
+        links = (Link("derived_from", source.id, shared),)
+        made.append(Pending(turn, Details(source._details.metadata, source.finish_reason, source.tail_policy, links)))
     return Plan(parent, tuple(made))
+
+
+def _key_of(source: Node, data: bytes) -> str | None:
+    """The key of a rewritten turn: equal samples stay apart, as their sources do, and the same edit gives the same node."""
+    return None if source.key is None else f"rewritten/{sha256(source.id + data).hexdigest()}"
+
+
+def _next_on_path(node: Node, parent: Node) -> Node | None:
+    return node.ancestor(parent.depth + 1) if parent.depth < node.depth else None
 
 
 def _same_tokens(source: Node, data: bytes, media: Sequence[MediaItem]) -> int:
@@ -193,7 +214,27 @@ def _moved(item: MediaItem, start: int, kept: Sequence[tuple[int, int, int]], ch
     return [item.with_spans(spans)] if spans else []
 
 
-def _refuse_table(node: Node, what: str) -> None:
+def _table(node: Node) -> NDArray[Any] | None:
+    """The position table of a turn whose positions came from elsewhere."""
     runs = node.decoded.runs
-    if not isinstance(runs, int) and any(isinstance(run, TableRun) for run in runs):
-        raise Unsupported(f"{node!r} has positions that came from elsewhere; it cannot be {what} without new ones", node=node)
+    if isinstance(runs, int) or not isinstance(runs[0], TableRun):
+        return None
+    return np.frombuffer(runs[0].data, node.scheme.dtype).reshape(node.scheme.num_axes, -1)
+
+
+def _refuse_table(node: Node) -> None:
+    if _table(node) is not None:
+        raise Unsupported(f"{node!r} has positions that came from elsewhere; it cannot be moved without new ones", node=node)
+
+
+def _table_prefix(node: Node, length: int) -> ExternalPositions | None:
+    """The first columns of a turn's table, where what comes after them follows from them."""
+    table = _table(node)
+    if table is None:
+        return None
+    assert node.parent is not None
+    greatest = int(table.max())
+    state, before = node.decoded.state, node.parent.decoded.state
+    if (state.next_position, state.max_position) != (greatest + 1, max(before.max_position, greatest)):
+        raise Unsupported(f"{node!r} came with a next position of its own; where a part of it continues is not known", node=node)
+    return ExternalPositions(table[:, :length])

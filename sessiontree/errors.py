@@ -37,54 +37,62 @@ __all__ = [
 
 
 class SessionTreeError(Exception):
-    """Base of every failure. ``facts`` holds what the message names, by keyword; each fact is an attribute too."""
-
-    facts: dict[str, Any]
+    """Base of every failure. What the message names is there as attributes too, those that each class declares."""
 
     def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
-        self.facts = facts
-
-    def __getattr__(self, name: str) -> Any:
-        # Only reached when normal lookup fails; `facts` itself is absent while an exception is being unpickled.
-        facts = self.__dict__.get("facts", {})
-        if name in facts:
-            return facts[name]
-        raise AttributeError(f"{type(self).__name__} has no fact {name!r}")
+        self.__dict__.update(facts)
 
 
 class UnknownNode(SessionTreeError):
     """A node, or a node id, that this session does not hold. ``node_id``: the 32 bytes that were asked for."""
 
+    node_id: bytes
+
 
 class UnknownSession(SessionTreeError):
-    """No open session has this id. ``session_id``."""
+    """No open session has this id."""
+
+    session_id: str
 
 
 class UnknownHead(SessionTreeError, KeyError):
-    """No head has this name. ``name``."""
+    """No head has this name."""
+
+    name: str
 
     __str__ = Exception.__str__  # KeyError would show the repr of the message
 
 
 class UnknownScheme(SessionTreeError):
-    """No position scheme has this name. ``name`` and ``known``."""
+    """No position scheme has this name. ``known``: those that are."""
+
+    name: str
+    known: tuple[str, ...]
 
 
 class SessionExists(SessionTreeError):
-    """An open session has this id already. ``session_id``."""
+    """An open session has this id already."""
+
+    session_id: str
 
 
 class KeyTaken(SessionTreeError):
-    """``key`` names other content under the same parent. ``node``: the node that has it."""
+    """``key`` names other content under the same parent. ``node``: the Node that has it."""
 
-
-class NameTaken(SessionTreeError):
-    """A head of this name exists and ``expected=None`` asked for a free one. ``name`` and ``actual`` (a Head)."""
+    key: str
+    node: Any
 
 
 class HeadMoved(SessionTreeError):
-    """A compare-and-set found another head. ``name`` and ``actual``: the Head that is there, None where there is none."""
+    """A compare-and-set found another head. ``actual``: the Head that is there, None where there is none."""
+
+    name: str
+    actual: Any
+
+
+class NameTaken(HeadMoved):
+    """A head of this name exists and ``expected=None`` asked for a free one."""
 
 
 class DraftClosed(SessionTreeError):
@@ -92,39 +100,68 @@ class DraftClosed(SessionTreeError):
 
 
 class FinishRefused(SessionTreeError):
-    """A draft that ended this way is never a node. ``finish_reason``."""
+    """A draft that ended this way is never a node, or ``tail_policy`` is none."""
+
+    finish_reason: str
+    tail_policy: str
 
 
 class OutOfRange(SessionTreeError):
-    """A token id, token index, length or depth outside its range. ``value`` and ``limit``."""
+    """A token id, token index, length or depth outside its range."""
+
+    value: Any
+    limit: Any
+    index: int
 
 
 class MediaSpanError(SessionTreeError):
-    """Media that do not fit their placeholders. ``item`` and ``span`` (half-open; in the coordinates the message states)."""
+    """Media that do not fit their placeholders. ``span``: half-open, in the coordinates that the message states."""
+
+    item: Any
+    span: tuple[int, int] | None
+    limit: int
 
 
 class PositionError(SessionTreeError):
     """Positions, or parameters of a position scheme, that cannot be right."""
 
+    value: Any
+    limit: Any
+    item: Any
+    parameter: str
+
 
 class LimitExceeded(SessionTreeError):
-    """A context or size limit. ``value`` and ``limit``."""
+    """A context or size limit."""
+
+    value: Any
+    limit: Any
 
 
 class PositionLimitExceeded(PositionError, LimitExceeded):
-    """A position at or above the scheme's ``max_position_limit``. ``value`` and ``limit``."""
+    """A position at or above the scheme's ``max_position_limit``."""
 
 
 class NeedsMedia(SessionTreeError):
-    """Features were asked for that are not held. ``items``: the media items, in path order."""
+    """Features were asked for that are not held. ``items``: the MediaItems, in path order."""
+
+    items: tuple[Any, ...]
 
 
 class Unsupported(SessionTreeError):
     """Understood, and refused by name with the reason."""
 
+    item: Any
+    node: Any
+    index: int
+    prefix_len: int
+
 
 class StaleSession(SessionTreeError):
-    """A write through a session that was closed. ``session_id`` and ``incarnation``."""
+    """A write through a session that was closed."""
+
+    session_id: str
+    incarnation: int
 
 
 class CorruptTree(SessionTreeError):

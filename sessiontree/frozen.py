@@ -18,7 +18,7 @@ from pyrsistent import PMap, pmap
 
 from sessiontree.errors import LimitExceeded, OutOfRange
 
-MAX_METADATA_DEPTH: Final = 64
+MAX_DEPTH: Final = 64
 _INT_LIMITS: Final = (-(2**63), 2**64)  # what msgpack can hold
 
 Setter = Callable[[Any, Any], None]
@@ -121,8 +121,8 @@ def freeze(value: Any, where: str = "value", depth: int = 0) -> Any:
         if not _INT_LIMITS[0] <= value < _INT_LIMITS[1]:
             raise OutOfRange(f"{where}: {value} does not fit 64 bits", value=value, limit=_INT_LIMITS)
         return int.__int__(value)
-    if depth >= MAX_METADATA_DEPTH:
-        raise LimitExceeded(f"{where}: nested deeper than {MAX_METADATA_DEPTH}", value=depth, limit=MAX_METADATA_DEPTH)
+    if depth >= MAX_DEPTH:
+        raise LimitExceeded(f"{where}: nested deeper than {MAX_DEPTH}", value=depth, limit=MAX_DEPTH)
     value = to_numpy(value)
     if isinstance(value, Mapping):
         items = {}

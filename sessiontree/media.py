@@ -16,13 +16,12 @@ import numpy as np
 
 from sessiontree.digest import ID_BYTES, pack
 from sessiontree.errors import LimitExceeded, MediaSpanError, OutOfRange, PositionError, Unsupported
-from sessiontree.frozen import Sealed, checked_text, freeze, freeze_metadata, seal, to_numpy
+from sessiontree.frozen import MAX_DEPTH, Sealed, checked_text, freeze, freeze_metadata, seal, to_numpy
 from sessiontree.tokens import as_index
 
 Modality = Literal["image", "video", "audio"]
 MODALITIES: Final = ("image", "video", "audio")
 MAX_COUNT: Final = 2**31
-MAX_DEPTH: Final = 64
 Span = tuple[int, int]
 
 

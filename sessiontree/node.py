@@ -76,7 +76,7 @@ class Details(NamedTuple):
 NO_DETAILS: Final = Details()
 
 
-class Placed(NamedTuple):
+class TurnPositions(NamedTuple):
     """Positions of one turn: its runs, and the state after its last token."""
 
     runs: Runs
@@ -132,8 +132,8 @@ class Node(Sealed):
     origin: Origin
     role: str | None
     key: str | None
-    decoded: Placed
-    replayed: Placed
+    decoded: TurnPositions
+    replayed: TurnPositions
     _details: Details
     _lineage: Lineage
     _extent: Extent
@@ -196,7 +196,7 @@ class Node(Sealed):
 
     def position_state(self, mode: Mode = "as_decoded") -> PositionState:
         """The state that positions after this node continue from."""
-        return placed_in(self, mode).state
+        return positions_in(self, mode).state
 
     def path(self) -> tuple[Node, ...]:
         """The nodes from the root, depth 0, to this one."""
@@ -239,18 +239,7 @@ class Node(Sealed):
 
     def media_spans(self, start: int = 0, stop: int | None = None) -> tuple[MediaSpan, ...]:
         """(item, start, stop) for each span that meets the window, in path order and coordinates, clipped to the window."""
-        first, last = window(start, stop, self.stop)
-        if first == last:
-            return ()
-        found: list[MediaSpan] = []
-        node = deepest_from(self, last - 1)._with_media
-        while node is not None and node.stop > first:
-            for item, begin, end in reversed(node_spans(node)):
-                if begin < last and end > first:
-                    found.append((item, max(begin, first), min(end, last)))
-            node = _parent(node)._with_media
-        found.reverse()
-        return tuple(found)
+        return tuple((item, begin, end) for item, begin, end, _ in clipped_spans(self, *window(start, stop, self.stop)))
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -297,7 +286,7 @@ def make_root(lineage: Lineage, extent: Extent) -> Node:
     """The root of a session: no tokens, depth 0."""
     scheme, namespace, fingerprint = lineage
     state = scheme.initial_state()
-    placed = Placed(state.next_position, state)
+    placed = TurnPositions(state.next_position, state)
     params = list(scheme.params.items())
     node: Node = _new(Node)
     fields: dict[str, Any] = {
@@ -331,8 +320,8 @@ def make_child(
     origin: Origin,
     role: str,
     key: str | None,
-    decoded: Placed,
-    replayed: Placed,
+    decoded: TurnPositions,
+    replayed: TurnPositions,
     details: Details,
     extent: Extent,
 ) -> Node:
@@ -366,7 +355,7 @@ def _parent(node: Node) -> Node:
     return parent
 
 
-def placed_in(node: Node, mode: Mode) -> Placed:
+def positions_in(node: Node, mode: Mode) -> TurnPositions:
     """The runs and state of a node in one mode."""
     if mode == "as_decoded":
         return node.decoded
@@ -393,22 +382,37 @@ def deepest_to(node: Node, length: int) -> Node:
 
 def write_positions(node: Node, start: int, stop: int, mode: Mode, out: NDArray[Any]) -> None:
     """Write the positions of path tokens ``[start, stop)`` into ``out``, (num_axes, stop - start)."""
-    placed_in(node, mode)
+    positions_in(node, mode)
     if start == stop:
         return
     at = deepest_from(node, stop - 1)
     while True:
         begin, end = max(start, at.start), min(stop, at.stop)
         if begin < end:
-            write(placed_in(at, mode).runs, begin - at.start, end - at.start, out[:, begin - start : end - start])
+            write(positions_in(at, mode).runs, begin - at.start, end - at.start, out[:, begin - start : end - start])
         if at.start <= start:
             return
         at = _parent(at)
 
 
-def node_spans(node: Node) -> list[MediaSpan]:
-    """The spans of a node's own media, in path order and coordinates."""
-    spans = [(item, node.start + offset, node.start + offset + length) for item in node.media for offset, length in item.spans]
-    if len(node.media) > 1:
-        spans.sort(key=lambda span: span[1])
-    return spans
+def clipped_spans(node: Node, start: int, stop: int) -> list[tuple[MediaItem, int, int, int]]:
+    """(item, start, stop, first placeholder) for each span that meets path tokens ``[start, stop)``, clipped to them.
+
+    ``first placeholder``: which of the whole item's placeholders, from 0, stands at the clipped start.
+    """
+    found: list[tuple[MediaItem, int, int, int]] = []
+    at = deepest_from(node, stop - 1)._with_media if start < stop else None
+    while at is not None and at.stop > start:
+        spans = []
+        for item in at.media:
+            placeholder = item.placeholders_before
+            for offset, length in item.spans:
+                begin, end = at.start + offset, at.start + offset + length
+                if begin < stop and end > start:
+                    clipped = max(begin, start)
+                    spans.append((item, clipped, min(end, stop), placeholder + clipped - begin))
+                placeholder += length
+        found += sorted(spans, key=lambda span: span[1], reverse=True)
+        at = _parent(at)._with_media
+    found.reverse()
+    return found

@@ -38,11 +38,11 @@ class Session:
     through a closed session raises StaleSession; nodes stay readable.
     """
 
-    __slots__ = ("__weakref__", "_closed", "_drafts", "_lock", "_store", "_tree", "id", "incarnation")
+    __slots__ = ("__weakref__", "_closed", "_drafts", "_id", "_incarnation", "_lock", "_store", "_tree")
 
     def __init__(self, session_id: str, incarnation: int, tree: SessionTree, store: SessionStore) -> None:
-        self.id = session_id
-        self.incarnation = incarnation
+        self._id = session_id
+        self._incarnation = incarnation
         self._tree = tree
         self._store = store
         self._lock = tree._index.lock  # re-entrant: held around what the tree does under it
@@ -52,9 +52,19 @@ class Session:
     # Reading
 
     @property
+    def id(self) -> str:
+        """The id it was opened under."""
+        return self._id
+
+    @property
+    def incarnation(self) -> int:
+        """Which opening of the store this is, counted from 1: a session closed and opened again has another."""
+        return self._incarnation
+
+    @property
     def tree(self) -> SessionTree:
         """The tree as it is now, a value: what is appended to it does not reach this session."""
-        return self._tree.read_only()
+        return self._tree._read_only()
 
     @property
     def root(self) -> Node:
@@ -125,9 +135,11 @@ class Session:
         positions: ExternalPositions | ArrayLike | None = None,
     ) -> Node:
         """A prefilled turn under any node. See :meth:`SessionTree.append`."""
-        parent = self._tree.resolve(parent)
+        # As SessionTree.append, but the lock is only held for what needs it.
+        parent = self._tree._resolve(parent)
         turn = plan_turn(parent.scheme, parent, token_bytes(token_ids), media, "input", role, key, positions)
-        return self._attach(parent, turn, NO_DETAILS if metadata is None else Details(freeze_metadata(metadata)))
+        details = NO_DETAILS if metadata is None else Details(freeze_metadata(metadata))
+        return self._attach(parent, turn, details, self.reserve_output)
 
     def draft(
         self,
@@ -144,7 +156,7 @@ class Session:
         with self._lock:
             self._check_open()
             draft = Draft(
-                self._tree.resolve(parent),
+                self._tree._resolve(parent),
                 role=role,
                 metadata=freeze_metadata(metadata),
                 key=f"{self.id}/{self.incarnation}/{self._drafts + 1}" if key is None else key,
@@ -154,10 +166,10 @@ class Session:
             self._drafts += key is None
         return draft
 
-    def _attach(self, parent: Node, turn: Turn, details: Details) -> Node:
+    def _attach(self, parent: Node, turn: Turn, details: Details, reserved: int = 0) -> Node:
         with self._lock:
             self._check_open()
-            self._tree, node = self._tree.attach(parent, turn, details)
+            self._tree, node = self._tree._attach(parent, turn, details, reserved=reserved)
         return node
 
     def truncate(self, node: Node | bytes, length: int) -> Node:
@@ -254,7 +266,7 @@ class SessionStore:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sessions: dict[str, Session] = {}
-        self._incarnations: dict[str, int] = {}
+        self._opened = 0
         self._closed = False
 
     @classmethod
@@ -276,7 +288,7 @@ class SessionStore:
 
         ``scheme``: a scheme, or the name of one without parameters. ``namespace``: a Namespace, a mapping of cache_salt, lora
         and tenant, or a tenant's name. ``max_tokens``: tokens allowed on a path; appends leave ``reserve_output`` of them to
-        generation. An id whose session was closed gives its next incarnation. Raises SessionExists, UnknownScheme,
+        generation. An id whose session was closed gives another incarnation. Raises SessionExists, UnknownScheme,
         LimitExceeded.
         """
         tree = SessionTree(
@@ -305,9 +317,8 @@ class SessionStore:
             self._check_open()
             if session_id in self._sessions:
                 raise SessionExists(f"session {session_id!r} is open", session_id=session_id)
-            incarnation = self._incarnations.get(session_id, 0) + 1
-            session = Session(session_id, incarnation, tree, self)
-            self._incarnations[session_id] = incarnation
+            self._opened += 1
+            session = Session(session_id, self._opened, tree, self)
             self._sessions[session_id] = session
         return session
 

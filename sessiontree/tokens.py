@@ -3,7 +3,7 @@
 Inside the package a run of tokens is ``bytes`` of little-endian int32. An :class:`Extent` is a growable arena for one line of
 descent: a node that ends where its extent ends lets its first child write on in place, every other child opens an extent of
 its own that copies nothing. Bytes are written once, before any node that covers them exists, and never again; growth makes a
-new buffer and leaves old ones to their readers. Writing needs the lock of the extent's owner; reading needs none.
+new buffer and leaves old ones to their readers. Writing needs the lock of the extent's writer; reading needs none.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from array import array
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,15 @@ COPIED_WINDOW: Final = 2**18
 
 _NO_TOKENS: Final[NDArray[np.int32]] = np.frombuffer(bytes(TOKEN_BYTES), INT32)[:0]
 
-TokenIds = Any  # a sequence, array or tensor of ints in 0..2**31-1; annotated as what it is, checked by `token_bytes`
+
+class SupportsArray(Protocol):
+    """An array or tensor."""
+
+    def __len__(self) -> int: ...
+    def __array__(self, *args: Any, **kwargs: Any) -> NDArray[Any]: ...
+
+
+TokenIds = Sequence[int] | SupportsArray  # of ints in 0..2**31-1, one-dimensional; checked by `token_bytes`
 
 
 class Position(int):
@@ -43,7 +51,8 @@ class Position(int):
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Any:
-        return _position(int.__sub__(self, other))
+        apart = int.__sub__(self, other)
+        return apart if isinstance(other, Position) else _position(apart)  # two positions differ by a count
 
 
 def _position(value: Any) -> Any:
@@ -59,16 +68,20 @@ def as_index(value: Any, what: str) -> int:
     return operator.index(value)
 
 
-def window(start: Any, stop: Any, length: int) -> tuple[int, int]:
-    """The half-open window ``[start, stop)`` of a path of ``length`` tokens; a ``stop`` of None is the end."""
-    first = as_index(start, "start")
+def window(start: Any, stop: Any, length: int, what: str = "start") -> tuple[int, int]:
+    """The half-open window ``[start, stop)`` of a path of ``length`` tokens; a ``stop`` of None is the end.
+
+    Raises TypeError, and OutOfRange naming the first bound as ``what``.
+    """
+    first = as_index(start, what)
     last = length if stop is None else as_index(stop, "stop")
     if not 0 <= first <= last <= length:
-        raise OutOfRange(f"window [{first}, {last}) outside the path's [0, {length})", value=(first, last), limit=length)
+        where = f"window [{first}, {last}) ({what} {first})"
+        raise OutOfRange(f"{where} outside the path's [0, {length})", value=(first, last), limit=length)
     return first, last
 
 
-def token_bytes(token_ids: TokenIds) -> bytes:
+def token_bytes(token_ids: Any) -> bytes:
     """``token_ids`` as little-endian int32, owned and checked.
 
     Raises TypeError for what is not a one-dimensional run of integers, OutOfRange naming the first id outside 0..2**31-1.
@@ -85,7 +98,7 @@ def token_bytes(token_ids: TokenIds) -> bytes:
     return data
 
 
-def _converted(token_ids: TokenIds) -> bytes:
+def _converted(token_ids: Any) -> bytes:
     token_ids = to_numpy(token_ids)
     if isinstance(token_ids, range):
         _check_range(token_ids)
@@ -151,15 +164,14 @@ def _writer(buffer: bytes) -> memoryview:
 class Extent:
     """A growable run of token bytes that begins at path index ``origin``; what lies before is the business of ``parent``.
 
-    ``end``: path index after the last token written. ``owner``: a token of whoever may
-    write, under a lock of theirs. ``buffer`` is published whole: a
-    reader takes it once, and whatever its node covers is in it.
+    ``end``: path index after the last token written. ``writer``: a mark of whoever may write to it, under a lock of theirs.
+    ``buffer`` is published whole: a reader takes it once, and whatever its node covers is in it.
     """
 
-    __slots__ = ("_capacity", "_write", "buffer", "end", "origin", "owner", "parent")
+    __slots__ = ("_capacity", "_write", "buffer", "end", "origin", "parent", "writer")
 
-    def __init__(self, owner: object, parent: Extent | None, origin: int, data: bytes) -> None:
-        self.owner = owner
+    def __init__(self, writer: object, parent: Extent | None, origin: int, data: bytes) -> None:
+        self.writer = writer
         self.parent = parent
         self.origin = origin
         self.end = origin + len(data) // TOKEN_BYTES
@@ -168,7 +180,7 @@ class Extent:
         self._write: memoryview | None = None
 
     def append(self, data: bytes) -> None:
-        """Write ``data`` behind the last token. The caller holds the owner's lock and has seen that ``end`` is its own."""
+        """Write ``data`` behind the last token. The caller holds the writer's lock and has seen that ``end`` is its own."""
         used = (self.end - self.origin) * TOKEN_BYTES
         needed = used + len(data)
         if needed > self._capacity:

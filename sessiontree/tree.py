@@ -20,17 +20,23 @@ from numpy.typing import ArrayLike
 from pyrsistent import PMap, pmap
 
 from sessiontree.digest import ID_BYTES
-from sessiontree.edits import Edit, plan_prefix, plan_rewrite
+from sessiontree.edits import Edit, Plan, plan_prefix, plan_rewrite
 from sessiontree.errors import HeadMoved, KeyTaken, LimitExceeded, NameTaken, OutOfRange, UnknownHead, UnknownNode
 from sessiontree.frozen import Sealed, checked_text, freeze_metadata, handed_out, seal
 from sessiontree.media import MediaItem
-from sessiontree.node import NO_DETAILS, Details, Lineage, Namespace, Node, Origin, make_child, make_root
+from sessiontree.node import NO_DETAILS, Details, Lineage, Namespace, Node, make_child, make_root
 from sessiontree.positions import ExternalPositions, PositionScheme
 from sessiontree.positions import scheme as scheme_named
 from sessiontree.tokens import TOKEN_BYTES, Extent, TokenIds, as_index, token_bytes
-from sessiontree.turns import Pending, Turn, plan_turn
+from sessiontree.turns import Turn, plan_turn
 
-UNSET: Final[Any] = object()
+
+class _Unset:
+    def __repr__(self) -> str:
+        return "<no check>"
+
+
+UNSET: Final[Any] = _Unset()
 
 
 class Head(NamedTuple):
@@ -51,7 +57,7 @@ class NodeIndex:
     """Nodes in commit order, add-only, with the two ways to find them: by id and by (parent, key).
 
     ``base``: what it lies over, either an older version of another index (that index and a count) or, for a forked session, the
-    path of ``tip``. Ordinals count from the bottom, so they agree in every layer. ``token``: marks the extents it may write to;
+    path of ``tip``. Ordinals count from the bottom, so they agree in every layer. ``writer``: marks the extents it may write to;
     they must not hold the index itself, or every node would hold every other.
     """
 
@@ -70,7 +76,7 @@ class NodeIndex:
         "nodes",
         "root",
         "tip",
-        "token",
+        "writer",
     )
 
     def __init__(
@@ -88,7 +94,7 @@ class NodeIndex:
         self.tip = tip
         self.base_count = base_count if tip is None else tip.depth + 1
         self.lock = threading.RLock()
-        self.token = object()
+        self.writer = object()
         self.nodes: list[Node] = []
         self.by_id: dict[bytes, int] = {}  # bytes and ints only: the garbage collector never walks it
         self.by_key: dict[bytes, int] = {}
@@ -232,7 +238,7 @@ class SessionTree(Sealed):
         extent = Extent(None, None, 0, b"")
         root = make_root(Lineage(scheme, Namespace.of(namespace), fingerprint), extent)
         index = NodeIndex(root, limits)
-        extent.owner = index.token
+        extent.writer = index.writer
         index.add(root, root.id, None)
         return _value(index, 1, pmap(), 0, True)
 
@@ -282,7 +288,7 @@ class SessionTree(Sealed):
             raise UnknownNode(f"no node {bytes(node_id[:4]).hex()} in this tree", node_id=bytes(node_id))
         return found
 
-    def resolve(self, node: Node | bytes) -> Node:
+    def _resolve(self, node: Node | bytes) -> Node:
         """This tree's own object for a node or an id. Raises UnknownNode, TypeError."""
         if not isinstance(node, Node):
             return self.node(node)
@@ -304,11 +310,11 @@ class SessionTree(Sealed):
 
     def children(self, node: Node | bytes) -> tuple[Node, ...]:
         """Children in commit order."""
-        return tuple(self._index.children(self.resolve(node), self._count))
+        return tuple(self._index.children(self._resolve(node), self._count))
 
     def siblings(self, node: Node | bytes) -> tuple[Node, ...]:
         """The other children of its parent, in commit order."""
-        node = self.resolve(node)
+        node = self._resolve(node)
         return () if node.parent is None else tuple(other for other in self.children(node.parent) if other.id != node.id)
 
     def leaves(self) -> tuple[Node, ...]:
@@ -348,9 +354,10 @@ class SessionTree(Sealed):
         ``key`` with other content raises KeyTaken. ``positions``: this turn's position table where it comes from elsewhere.
         Raises UnknownNode, LimitExceeded, OutOfRange, MediaSpanError, PositionError; nothing has changed then.
         """
-        parent = self.resolve(parent)
+        parent = self._resolve(parent)
         turn = plan_turn(parent.scheme, parent, token_bytes(token_ids), media, "input", role, key, positions)
-        return self.attach(parent, turn, NO_DETAILS if metadata is None else Details(freeze_metadata(metadata)))
+        details = NO_DETAILS if metadata is None else Details(freeze_metadata(metadata))
+        return self._attach(parent, turn, details, reserved=self.limits.reserve_output)
 
     def truncate(self, node: Node | bytes, length: int) -> tuple[SessionTree, Node]:
         """The first ``length`` tokens of a node's path.
@@ -359,14 +366,14 @@ class SessionTree(Sealed):
         first tokens: same role and metadata, no finish reason, a ``prefix_of`` link. Raises OutOfRange outside 0..stop and
         MediaSpanError inside a media span.
         """
-        node = self.resolve(node)
+        node = self._resolve(node)
         if not 0 <= as_index(length, "length") <= node.stop:
             raise OutOfRange(f"length {length} outside 0..{node.stop} of {node!r}", value=length, limit=node.stop)
-        return self.attached(*plan_prefix(node, length))
+        return self._attach_all(node, plan_prefix(node, length))
 
     def drop_last(self, node: Node | bytes, count: int) -> tuple[SessionTree, Node]:
         """A node's path without its last ``count`` tokens. As :meth:`truncate`."""
-        node = self.resolve(node)
+        node = self._resolve(node)
         if not 0 <= as_index(count, "count") <= node.stop:
             raise OutOfRange(f"count {count} outside 0..{node.stop} of {node!r}", value=count, limit=node.stop)
         return self.truncate(node, node.stop - count)
@@ -388,7 +395,7 @@ class SessionTree(Sealed):
 
         ``node``, its siblings and all below them stay. ``role`` None keeps the role. Raises what append and set_head raise.
         """
-        node = self.resolve(node)
+        node = self._resolve(node)
         if node.parent is None:
             raise OutOfRange("the root has no parent to branch from; set a head to the root instead", value=0, limit=1)
         self._check_head(head, expected)
@@ -404,7 +411,8 @@ class SessionTree(Sealed):
         along, each with a ``derived_from`` link that says how many tokens are reused. An item goes where an edit covers its whole
         span; an edit that cuts a span raises MediaSpanError. Raises OutOfRange for edits that overlap or leave the path.
         """
-        return self.attached(*plan_rewrite(self.resolve(node), edits))
+        node = self._resolve(node)
+        return self._attach_all(node, plan_rewrite(node, edits))
 
     def set_head(self, name: str, node: Node | bytes, expected: Head | Node | None = UNSET) -> tuple[SessionTree, Head]:
         """Create or move a head: (the tree with it, the head).
@@ -413,7 +421,7 @@ class SessionTree(Sealed):
         there, else HeadMoved, whose ``actual`` is the Head that is. Raises UnknownNode.
         """
         name = self._check_head(name, expected)
-        head = Head(self.resolve(node), self._moves + 1)
+        head = Head(self._resolve(node), self._moves + 1)
         return self._with_heads(self._heads.set(name, head), head.version), head
 
     def _check_head(self, name: str, expected: Head | Node | None) -> str:
@@ -427,7 +435,7 @@ class SessionTree(Sealed):
                 raise TypeError(f"expected is a Head, a Node or None, not {type(expected).__name__}")
             there = actual if isinstance(expected, Head) or actual is None else actual.node
             if there != expected:
-                raise HeadMoved(f"head {name!r} is at {actual}, not at {expected}", name=name, actual=actual)
+                raise HeadMoved(f"head {name!r} is at {_place(actual)}, not at {_place(expected)}", name=name, actual=actual)
         return name
 
     def drop_head(self, name: str) -> SessionTree:
@@ -440,10 +448,10 @@ class SessionTree(Sealed):
 
     def forked(self, node: Node | bytes) -> SessionTree:
         """A tree that holds the path of ``node`` and nothing else; nodes are shared, heads are not. O(1)."""
-        index = NodeIndex(self.root, self.limits, tip=self.resolve(node))
+        index = NodeIndex(self.root, self.limits, tip=self._resolve(node))
         return _value(index, index.count, pmap(), 0, True)
 
-    def read_only(self) -> SessionTree:
+    def _read_only(self) -> SessionTree:
         """The same value, except that what is appended to it goes to a layer of its own.
 
         Whoever goes on writing to the index hands out this: other people's values then never stand in its way.
@@ -452,23 +460,28 @@ class SessionTree(Sealed):
 
     # Attaching what was planned
 
-    def attached(self, parent: Node, turns: Sequence[Pending]) -> tuple[SessionTree, Node]:
-        """Make nodes of a chain of planned turns under ``parent``; all of them or none."""
-        if turns:
-            stop = parent.stop + sum(len(pending.turn.data) for pending in turns) // TOKEN_BYTES
-            self._check_limit(stop, turns[-1].turn.origin)
+    def _attach_all(self, source: Node, plan: Plan) -> tuple[SessionTree, Node]:
+        """Make nodes of what was planned of ``source``'s path; all of them or none.
+
+        A path no longer than it was is never too long: its replies stood in the room kept for output already.
+        """
+        parent, turns = plan
+        stop = parent.stop + sum(len(pending.turn.data) for pending in turns) // TOKEN_BYTES
+        if stop > source.stop:
+            self._check_limit(stop, self.limits.reserve_output)
         tree, node = self, parent
         for turn, details, extent in turns:
-            tree, node = tree.attach(node, turn, details, extent)
+            tree, node = tree._attach(node, turn, details, extent, reserved=0)
         return tree, node
 
-    def attach(
-        self, parent: Node, turn: Turn, details: Details = NO_DETAILS, extent: Extent | None = None
+    def _attach(
+        self, parent: Node, turn: Turn, details: Details, extent: Extent | None = None, *, reserved: int
     ) -> tuple[SessionTree, Node]:
         """Make a node of a planned turn under ``parent``, one of this tree's own nodes.
 
         A node of the same content is returned as it is. ``extent`` already holds the turn's tokens at its place; None: they are
-        written to the parent's where it ends there, else to a new one. Raises KeyTaken, LimitExceeded, OutOfRange.
+        written to the parent's where it ends there, else to a new one. ``reserved``: how many tokens to leave free for output.
+        Raises KeyTaken, LimitExceeded, OutOfRange.
         """
         index = self._index
         turn_id, data, media, origin, role, key, decoded, replayed = turn
@@ -480,40 +493,33 @@ class SessionTree(Sealed):
                 return self, found
             stop = parent.stop + len(data) // TOKEN_BYTES
             if index.limits.max_tokens is not None:
-                self._check_limit(stop, origin)
+                self._check_limit(stop, reserved)
             if not self._writes or index.base_count + len(index.nodes) != self._count:
                 index = _layer(self, index)
             if extent is None:
                 extent = parent._extent
                 if data:
-                    if extent.owner is index.token and extent.end == parent.stop:
+                    if extent.writer is index.writer and extent.end == parent.stop:
                         extent.append(data)
                     else:
-                        extent = Extent(index.token, extent, parent.stop, data)
+                        extent = Extent(index.writer, extent, parent.stop, data)
                 elif parent.parent is None:
                     raise OutOfRange("an empty turn under the root says nothing", value=0, limit=1)
             node = make_child(parent, turn_id, stop, media, origin, role, key, decoded, replayed, details, extent)
             index.add(node, turn_id, None if key is None else parent.id + key.encode())
-            tree = _new(SessionTree)
-            _set_index(tree, index)
-            _set_count(tree, self._count + 1)
-            _set_heads(tree, self._heads)
-            _set_moves(tree, self._moves)
-            _set_writes(tree, True)
-            return tree, node
+            return _value(index, self._count + 1, self._heads, self._moves, True), node
 
-    def _check_limit(self, stop: int, origin: Origin) -> None:
-        limits = self._index.limits
-        if limits.max_tokens is None:
-            return
-        reserved = limits.reserve_output if origin == "input" else 0
-        if stop > limits.max_tokens - reserved:
+    def _check_limit(self, stop: int, reserved: int) -> None:
+        allowed = self._index.limits.max_tokens
+        if allowed is not None and stop > allowed - reserved:
             kept = f", {reserved} of them kept for output" if reserved else ""
             raise LimitExceeded(
-                f"a path of {stop} tokens; the session allows {limits.max_tokens}{kept}",
-                value=stop,
-                limit=limits.max_tokens - reserved,
+                f"a path of {stop} tokens; the session allows {allowed}{kept}", value=stop, limit=allowed - reserved
             )
+
+
+def _place(head: Head | Node | None) -> str:
+    return f"version {head.version}, {head.node!r}" if isinstance(head, Head) else repr(head)
 
 
 def _layer(tree: SessionTree, index: NodeIndex) -> NodeIndex:

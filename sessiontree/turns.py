@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from numpy.typing import ArrayLike
 
-from sessiontree.digest import content_head, node_id
+from sessiontree.digest import content_prefix, node_id
 from sessiontree.frozen import checked_text
 from sessiontree.media import MediaItem, in_token_order
-from sessiontree.node import NO_DETAILS, Details, Node, Origin, Placed
+from sessiontree.node import NO_DETAILS, Details, Node, Origin, TurnPositions
 from sessiontree.positions import ExternalPositions, PositionScheme, PositionState
 from sessiontree.tokens import TOKEN_BYTES, Extent
 
@@ -29,8 +29,8 @@ class Turn(NamedTuple):
     origin: Origin
     role: str
     key: str | None
-    decoded: Placed
-    replayed: Placed
+    decoded: TurnPositions
+    replayed: TurnPositions
 
 
 def plan_turn(
@@ -56,38 +56,38 @@ def plan_turn(
     table: Any = None
     if external is not None:
         external = external if isinstance(external, ExternalPositions) else ExternalPositions(external)
-        decoded = _place_table(scheme, decoded_state, data, items, external)
+        decoded = _table_positions(scheme, decoded_state, data, items, external)
         table = (decoded.runs, decoded.state)
-        replayed = decoded if replayed_state is decoded_state else _place_table(scheme, replayed_state, data, items, external)
+        replayed = decoded if replayed_state is decoded_state else _table_positions(scheme, replayed_state, data, items, external)
     elif origin == "input":
-        decoded = _placed(scheme.plan(decoded_state, data, items))
-        replayed = decoded if replayed_state is decoded_state else _placed(scheme.plan(replayed_state, data, items))
+        decoded = _positions(scheme.plan(decoded_state, data, items))
+        replayed = decoded if replayed_state is decoded_state else _positions(scheme.plan(replayed_state, data, items))
     else:
-        decoded = _placed(scheme.plan_decode(decoded_state, len(data) // TOKEN_BYTES))
-        replayed = _placed(scheme.plan(replayed_state, data))
+        decoded = _positions(scheme.plan_decode(decoded_state, len(data) // TOKEN_BYTES))
+        replayed = _positions(scheme.plan(replayed_state, data))
         if replayed == decoded:
             replayed = decoded
     if items:
         items = in_token_order(items)
-        head = content_head(origin, role, key, tuple(item.fields() for item in items), table)
+        head = content_prefix(origin, role, key, tuple(item.fields() for item in items), table)
     else:
-        head = content_head(origin, role, key, (), table)
+        head = content_prefix(origin, role, key, (), table)
     return _turn((node_id(parent.id, head, data), data, items, origin, role, key, decoded, replayed))
 
 
-# As Placed(...) and Turn(...), without a Python call.
-_placed = partial(tuple.__new__, Placed)
+# As TurnPositions(...) and Turn(...), without a Python call.
+_positions = partial(tuple.__new__, TurnPositions)
 _turn = partial(tuple.__new__, Turn)
 
 
-def _place_table(
+def _table_positions(
     scheme: PositionScheme,
     state: PositionState,
     data: bytes,
     media: tuple[MediaItem, ...],
     external: ExternalPositions,
-) -> Placed:
-    return Placed(*scheme.plan_table(state, len(data) // TOKEN_BYTES, external, media))
+) -> TurnPositions:
+    return TurnPositions(*scheme.plan_table(state, len(data) // TOKEN_BYTES, external, media))
 
 
 class Pending(NamedTuple):

@@ -161,7 +161,7 @@ def test_request_inputs_are_frozen_and_fit_together() -> None:
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
         inputs.prefix_len = 1
     with pytest.raises(OutOfRange):
-        RequestInputs(torch.zeros(3, dtype=torch.int64), torch.zeros((3, 4)), torch.zeros((1, 1)), (), (), "as_decoded", 0)
+        RequestInputs(torch.zeros(3, dtype=torch.int64), torch.zeros((3, 4)), torch.zeros((1, 1)), (), (), (), "as_decoded", 0)
 
 
 def test_text_has_one_axis() -> None:
@@ -377,3 +377,49 @@ def test_the_model_tells_positions_apart(model: Any) -> None:
     right, wrong = run(model, second, copy.deepcopy(cache)), run(model, second, cache, shift=1)
     assert (right - replay(model, second)[first.stop :]).abs().max() < 1e-3
     assert (wrong - right).abs().max() > 1e-2
+
+
+def test_one_content_with_two_grids_is_two_items() -> None:
+    session = SessionStore.in_memory().create("s", scheme=vl("hf5"))
+    square = MediaItem("image", identity("a"), [(0, 4)], (1, 4, 4))
+    wide = MediaItem("image", identity("a"), [(5, 2)], (1, 2, 4))
+    node = session.append(session.root, [*[IMAGE_PAD] * 4, 9, *[IMAGE_PAD] * 2], media=[wide, square])
+    again = session.append(node, [8, *[IMAGE_PAD] * 4], media=[square.with_spans([(1, 4)])])
+    inputs = request_inputs(again)
+    assert inputs.needed_items == (square, wide)
+    assert [(item.grid_thw, start, stop) for item, start, stop in inputs.media_spans] == [
+        ((1, 4, 4), 0, 4),
+        ((1, 2, 4), 5, 7),
+        ((1, 4, 4), 8, 12),
+    ]
+    assert request_inputs(again, 7).needed_items == again.media
+
+
+def test_a_clipped_span_says_which_row_of_the_encoder_output_it_begins_at() -> None:
+    session = SessionStore.in_memory().create("s", scheme=vl("sglang"))
+    clip = MediaItem("video", identity("v"), [(1, 5)], (3, 4, 4), 1.0, unfinished=True)
+    rest = MediaItem("video", identity("v"), [(0, 7)], (3, 4, 4), 1.0, placeholders_before=5)
+    part = session.append(session.root, [1, *[VIDEO_PAD] * 5], media=[clip])
+    whole = session.append(part, [*[VIDEO_PAD] * 7, 2], media=[rest])
+    for prefix_len in range(whole.stop + 1):
+        inputs = request_inputs(whole, prefix_len)
+        rows = [
+            row + at
+            for (_, start, stop), row in zip(inputs.media_spans, inputs.first_rows, strict=True)
+            for at in range(stop - start)
+        ]
+        assert rows == list(range(max(0, prefix_len - 1), 12)) if prefix_len <= 13 else rows == []
+    with session.draft(whole) as draft:
+        draft.extend([5, 6])
+        assert request_inputs(draft, 3).first_rows == (2, 5)
+        assert request_inputs(draft, 15).first_rows == ()
+
+
+def test_one_request_may_come_as_a_sequence() -> None:
+    _, node, draft = sample()
+    for holder in (node, draft):
+        one, listed = to_transformers(holder), to_transformers([holder])
+        assert one.keys() == listed.keys()
+        assert all(torch.equal(one[name], listed[name]) for name in one)
+    with pytest.raises(Unsupported):
+        to_transformers([node, draft])

@@ -202,7 +202,8 @@ def test_a_batch_takes_a_token_each(token_ids: Any) -> None:
 def test_a_batch_takes_runs_of_any_length() -> None:
     session = text_session()
     drafts = [session.draft(session.root) for _ in range(4)]
-    extend_drafts(drafts, [[1, 2], [], np.array([3]), range(4, 9)])
+    runs: Any = [[1, 2], [], np.array([3]), range(4, 9)]
+    extend_drafts(drafts, runs)
     assert [draft.token_ids.tolist() for draft in drafts] == [[1, 2], [], [3], [4, 5, 6, 7, 8]]
     extend_drafts([], [])
     extend_drafts(tuple(drafts), [1, 1, 1, 1])

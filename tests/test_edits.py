@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sessiontree import (
     Edit,
+    ExternalPositions,
     Head,
     HeadMoved,
     KeyTaken,
@@ -27,6 +28,7 @@ from sessiontree import (
     SessionStore,
     SessionTree,
     UnknownNode,
+    Unsupported,
 )
 from tests.test_tree import (
     IMAGE_PAD,
@@ -401,7 +403,7 @@ def splice(old: list[int], spans: Spans, edits: list[Edit]) -> tuple[list[int], 
             new.append(old[index])
         for item in edit.media:
             added += [(item.identity, len(new) + offset, len(new) + offset + size) for offset, size in item.spans]
-        new += list(edit.token_ids)
+        new += np.asarray(edit.token_ids, int).tolist()
         at = edit.stop
     kept = [
         (name, places[start], places[stop - 1] + 1) for name, start, stop in spans if all(at in places for at in range(start, stop))
@@ -423,7 +425,7 @@ def turn_after(node: Node, edits: list[Edit], is_last: bool) -> tuple[list[int],
                     for item in edit.media
                     for offset, size in item.spans
                 ]
-                new += list(edit.token_ids)
+                new += np.asarray(edit.token_ids, int).tolist()
         if index < node.stop and not any(edit.start <= index < edit.stop for edit in edits):
             places[index - node.start] = len(new)
             new.append(old[index - node.start])
@@ -543,7 +545,8 @@ def test_rewrite_against_a_splice_of_lists(case: Case) -> None:
         depths.append(source.depth)
         assert (made.role or "", made.metadata) == (source.role or made.role, source.metadata)
         assert made.origin == "input"
-        assert link.reused_tokens == shared
+        common = [one for one, two in zip(old_path, new_path, strict=False) if one is two]
+        assert link.reused_tokens == max(shared, common[-1].stop), "what an edit made may be what stood there"
         assert new.input_ids(0, shared).tolist() == old[:shared]
         assert link.kind == ("prefix_of" if len(made) and made.stop <= shared else "derived_from")
         for index in range(source.start, source.stop):
@@ -604,3 +607,51 @@ def test_what_happens_to_be_the_same_after_a_deletion_is_shared() -> None:
         ([7], "prefix_of", 1),
         ([8, 9], "derived_from", 1),
     ]
+
+
+def test_equal_samples_stay_apart_when_they_are_rewritten() -> None:
+    session = SessionStore.in_memory().create("s", scheme="text@hf5")
+    prompt = session.append(session.root, [1, 2])
+    samples = []
+    for number in range(3):
+        draft = session.draft(prompt, metadata={"sample": number})
+        draft.extend([7, 8, 9])
+        samples.append(draft.commit())
+    rewritten = [session.rewrite(sample, [(2, 3)]) for sample in samples]
+    assert len(set(rewritten)) == 3
+    assert [node.metadata["sample"] for node in rewritten] == [0, 1, 2]
+    assert [node.links[0].node_id for node in rewritten] == [sample.id for sample in samples]
+    assert [session.rewrite(sample, [(2, 3)]) for sample in samples] == rewritten
+    assert session.rewrite(samples[0], [(3, 4)]) not in rewritten
+
+
+def test_a_rewrite_may_use_the_room_that_its_replies_stood_in() -> None:
+    session = SessionStore.in_memory().create("s", scheme="text@hf5", max_tokens=40, reserve_output=20)
+    prompt = session.append(session.root, range(20))
+    draft = session.draft(prompt)
+    draft.extend(range(15))
+    reply = draft.commit()
+    assert session.rewrite(reply, [(20, 22)]).stop == 33
+    assert session.rewrite(reply, [(0, 1, [99])]).stop == 35
+    before = tree_print(session)
+    with pytest.raises(LimitExceeded) as caught:
+        session.rewrite(reply, [(0, 1, [98, 99])])
+    assert (caught.value.value, caught.value.limit) == (36, 20)
+    assert tree_print(session) == before
+
+
+def test_a_turn_with_a_table_of_its_own_is_cut_with_its_table() -> None:
+    session = SessionStore.in_memory().create("s", scheme="text@hf5")
+    before = session.append(session.root, [5])
+    table = [[1, 2, 9, 4]]
+    node = session.append(before, [1, 2, 3, 4], positions=table)
+    assert (node.next_position, node.mrope_position_delta) == (10, 5)
+    cut = session.truncate(node, 3)
+    assert cut.positions().tolist() == [[0, 1, 2]]
+    assert (cut.next_position, cut.mrope_position_delta) == (3, 0)
+    assert session.truncate(node, 4).positions().tolist() == [[0, 1, 2, 9]]
+    own = session.append(before, [1, 2, 3, 4], positions=ExternalPositions(table, next_position=50))
+    with pytest.raises(Unsupported):
+        session.truncate(own, 3)
+    with pytest.raises(Unsupported):
+        session.rewrite(node, [(0, 1, [6])])

@@ -106,12 +106,12 @@ def test_ids_are_taken_while_their_session_is_open() -> None:
         store.get("s")
     assert unknown.value.session_id == "s"
     again = store.create("s", scheme="text@hf5")
-    assert (again.incarnation, store.get("s")) == (2, again)
+    assert (again.incarnation, store.get("s")) == (3, again)
     first.close()
     assert store.get("s") is again, "an old incarnation closes itself only"
     again.close()
-    assert store.fork(other, other.root, "s").incarnation == 3
-    assert other.incarnation == 1
+    assert store.fork(other, other.root, "s").incarnation == 4
+    assert other.incarnation == 2
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_create_that_fails_takes_no_id_and_no_incarnation() -> None:
         store.fork(session, bytes(32), "f")
     assert store.sessions() == ("s",)
     assert session.incarnation == 1
-    assert store.fork(session, session.root, "f").incarnation == 1
+    assert store.fork(session, session.root, "f").incarnation == 2
 
 
 def test_a_closed_store_takes_no_calls() -> None:
@@ -387,7 +387,7 @@ def test_a_fork_holds_a_path_and_grows_apart() -> None:
     session.set_head("main", b)
     before = tree_print(session)
     fork = store.fork(session, b.id, "f")
-    assert (fork.id, fork.incarnation, store.sessions()) == ("f", 1, ("s", "f"))
+    assert (fork.id, fork.incarnation, store.sessions()) == ("f", 2, ("s", "f"))
     assert (fork.namespace, fork.max_tokens, fork.reserve_output, fork.root) == (session.namespace, 30, 5, session.root)
     assert list(fork.tree) == [session.root, a, b]
     assert all(one is two for one, two in zip(fork.tree, b.path(), strict=True))

@@ -457,7 +457,7 @@ def test_versions_against_a_naive_model(data: st.DataObject) -> None:
             versions.append((tree.forked(parent_node), [(at - 1, tuple(node.token_ids.tolist())) for at, node in enumerate(path)]))
             continue
         if what == "frozen":
-            tree = tree.read_only()
+            tree = tree._read_only()
         new, node = tree.append(parent_node, tokens)
         known = (parent, tokens) in model
         assert (new is tree) == known
@@ -770,7 +770,10 @@ def test_external_positions_are_the_positions() -> None:
     tree, again = tree.append(a, [3, 4, 5], positions=ExternalPositions(table))
     assert again is b
     assert tree.append(a, [3, 4, 5], positions=table.astype(np.int32))[1] is b, "equal positions, equal node"
-    refused(tree, Unsupported, lambda: tree.truncate(b, 3))
+    assert tree.truncate(b, 3)[1].positions(2).tolist() == [[2], [2], [2]]
+    given = ExternalPositions(table, next_position=11)
+    tree, own = tree.append(a, [3, 4, 5], positions=given)
+    refused(tree, Unsupported, lambda: tree.truncate(own, 3))
     refused(tree, Unsupported, lambda: tree.rewrite(b, [(3, 4, [9])]))
 
 

@@ -6,6 +6,7 @@ positions are always given, placeholders get the ids the model looks for, and an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -18,9 +19,11 @@ _TOKEN_TYPES: Final = {"image": 1, "video": 2}
 
 
 def to_transformers(
-    node: Node | Draft, prefix_len: int = 0, device: torch.device | str = "cpu", mode: Mode = "as_decoded"
+    nodes: Node | Draft | Sequence[Node | Draft], prefix_len: int = 0, device: torch.device | str = "cpu", mode: Mode = "as_decoded"
 ) -> dict[str, torch.Tensor]:
-    """Keyword arguments of a model's forward for the path's tokens from ``prefix_len`` on; T = stop - prefix_len.
+    """Keyword arguments of a model's forward for a path's tokens from ``prefix_len`` on; T = stop - prefix_len.
+
+    ``nodes``: a node or draft, or a sequence of one.
 
     ``input_ids`` (1, T) int64, placeholders written as the model's own ids; ``position_ids`` (3, 1, T), or (1, T) for text
     schemes; ``attention_mask`` (1, stop), the cached prefix included; for schemes with media also ``mm_token_type_ids`` (1, T): 0
@@ -30,6 +33,11 @@ def to_transformers(
     outside every span is a placeholder id, and where the scheme was not given the placeholder ids it needs. Otherwise as
     request_inputs.
     """
+    node: Any = nodes
+    if isinstance(nodes, (list, tuple)) and nodes and all(isinstance(each, (Node, Draft)) for each in nodes):
+        if len(nodes) > 1:
+            raise Unsupported(f"{len(nodes)} nodes at once; this version makes the inputs of one request at a time")
+        node = nodes[0]
     inputs = request_inputs(node, prefix_len, device, mode)
     count = inputs.input_ids.shape[0]
     given: dict[str, torch.Tensor] = {
@@ -44,8 +52,8 @@ def to_transformers(
     if node.position_state(mode).open_block is not None:
         item = inputs.media_spans[-1][0] if inputs.media_spans else None
         raise Unsupported(f"{node!r} ends inside an item; transformers takes an item whole", item=item, prefix_len=prefix_len)
-    for item, start, stop in inputs.media_spans:
-        if start == prefix_len and (item.placeholders_before or _begins_before(node, prefix_len)):
+    for (item, start, stop), row in zip(inputs.media_spans, inputs.first_rows, strict=True):
+        if start == prefix_len and row:
             raise Unsupported(
                 f"token {prefix_len} is inside {item}; transformers takes an item whole", item=item, prefix_len=prefix_len
             )
@@ -57,14 +65,6 @@ def to_transformers(
     _refuse_strays(params, inputs.input_ids, types, prefix_len)
     given["mm_token_type_ids"] = types[None]
     return given
-
-
-def _begins_before(node: Node | Draft, prefix_len: int) -> bool:
-    """Whether one span holds both the last token before the window and its first."""
-    if not prefix_len:
-        return False
-    around = node.media_spans(prefix_len - 1, prefix_len + 1)
-    return any(start < prefix_len < stop for _, start, stop in around)
 
 
 def _refuse_strays(params: Any, input_ids: torch.Tensor, types: torch.Tensor, prefix_len: int) -> None:

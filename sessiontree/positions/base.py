@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from pyrsistent import PMap, pmap
 
 from sessiontree.errors import MediaSpanError, PositionError, PositionLimitExceeded, Unsupported
-from sessiontree.frozen import Sealed, frozen_array, handed_out, seal
+from sessiontree.frozen import Sealed, checked_text, frozen_array, handed_out, seal
 from sessiontree.media import MediaItem, Placement, placements
 from sessiontree.positions.runs import GridRun, Run, Runs, TableRun, TextRun, grid_runs, write
 from sessiontree.tokens import TOKEN_BYTES, Position, TokenIds, as_index, token_bytes
@@ -42,7 +42,7 @@ class OpenBlock(NamedTuple):
     grid_thw: tuple[int, int, int] | None
     second_per_grid_ts: float | None
     base: int
-    placed: int
+    placeholders: int
 
 
 class PositionState(NamedTuple):
@@ -148,8 +148,9 @@ class PositionScheme(Sealed):
 
     @staticmethod
     def _checked(key: str, value: Any) -> int | float | None:
-        if key == "time":
-            return None  # says how the vectors' values were computed; the rule says it already
+        if key == "time":  # a hint at how a rule computes; the rule knows
+            checked_text(value, "parameter time")
+            return None
         rate = isinstance(value, float) and key == "tokens_per_second"
         number: int | float = float(value) if rate else as_index(value, key)
         if not (value >= 0 if key.endswith("_token_id") else 0 < value < 2**53):
@@ -334,7 +335,7 @@ class PositionScheme(Sealed):
                         span=(start, stop),
                     )
             else:
-                base, first = open_block.base, open_block.placed
+                base, first = open_block.base, open_block.placeholders
             frames, height, width = self.merged_grid(item)
             last = first + stop - start
             _check_count(item, (start, stop), last, frames * height * width, count)
@@ -391,13 +392,12 @@ def _check_count(item: MediaItem, span: tuple[int, int], last: int, total: int, 
 def _check_continues(open_block: OpenBlock, placement: Placement) -> None:
     item = placement.item
     given = (item.identity, item.modality, item.grid_thw, item.second_per_grid_ts, item.placeholders_before)
-    if given != (*open_block[:4], open_block.placed):
+    if given != (*open_block[:4], open_block.placeholders):
         _refuse_inside(open_block, f"{item} with placeholders_before={item.placeholders_before} is not the rest of it", item)
 
 
 def _refuse_inside(open_block: OpenBlock, why: str, item: MediaItem | None = None) -> None:
+    what = f"{open_block.modality} {open_block.identity[:4].hex()}"
     raise MediaSpanError(
-        f"the path ends inside {open_block.modality} {open_block.identity[:4].hex()}, {open_block.placed} placeholders in: {why}",
-        item=item,
-        span=None,
+        f"the path ends inside {what}, after {open_block.placeholders} placeholders: {why}", item=item or what, span=None
     )

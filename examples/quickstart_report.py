@@ -42,7 +42,7 @@ def verdict(good: bool, text: str, otherwise: str | None = None) -> Text:
 def draw_table(comparisons: list[Comparison]) -> Table:
     table = Table(
         title="Each turn against transformers' replay of its whole history",
-        caption="fed: tokens the model ran over; a reply's last one waits for the next turn.\n"
+        caption="fed: tokens the model ran over (a reply's last one waits, what is preempted counts twice).\n"
         "µs: sums of single calls between runs of the model, so with cold CPU caches.",
         title_justify="left",
         caption_justify="left",

@@ -1,6 +1,6 @@
 """sessiontree: the session state of an LLM scheduler as an immutable, persistent tree.
 
-Sessions are trees of turns with text, images, video and audio. Every node is immutable: token ids, media, positions. Appending
+Sessions are trees of turns with text, images and video. Every node is immutable: token ids, media, positions. Appending
 and branching make new nodes that share everything with their parent.
 """
 

@@ -3,7 +3,9 @@
 The tools the rest of the package is frozen with: :class:`Sealed` and :func:`seal` make a class whose values are read-only even
 for ``object.__setattr__``; :func:`frozen_array` gives an array whose memory belongs to a ``bytes`` object, so that neither
 ``flags.writeable`` nor a walk along ``.base`` finds anything to write to; :func:`freeze` copies nested metadata into immutable
-values, and :func:`handed_out` keeps the stored ones apart from those that callers get. Nothing here knows of sessions.
+values, and :func:`handed_out` keeps the stored ones apart from those that callers get. They stand against mistakes and
+shortcuts of Python code in the same process (``object.__setattr__``, ``flags.writeable``, a tensor over an array), not against
+ctypes or a search through the interpreter. Nothing here knows of sessions.
 """
 
 from __future__ import annotations

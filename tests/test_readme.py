@@ -15,7 +15,7 @@ def test_readme_code_runs(capsys: object) -> None:
     for block in blocks:
         exec(compile(block, str(README), "exec"), scope)
     inputs, follow_up = scope["inputs"], scope["follow_up"]
-    assert inputs.input_ids.tolist() == [151644, 872, 3170]  # type: ignore[attr-defined]
-    assert inputs.positions.tolist() == [[8, 9, 10]] * 3  # type: ignore[attr-defined]
+    assert inputs.input_ids.tolist() == [2168, 151644, 872, 3170]  # type: ignore[attr-defined]
+    assert inputs.positions.tolist() == [[7, 8, 9, 10]] * 3  # type: ignore[attr-defined]
     assert inputs.mrope_position_delta.tolist() == [[-2]]  # type: ignore[attr-defined]
     assert follow_up.parent is scope["reply"]  # type: ignore[attr-defined]

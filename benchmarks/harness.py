@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import attrs
-import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -30,17 +27,6 @@ class Figure:
         if self.bar is None:
             return True
         return self.value <= self.bar if self.better == "lower" else self.value >= self.bar
-
-
-def timed(calls: Iterable[Callable[[], object]]) -> NDArray[np.float64]:
-    """Microseconds of each call, the garbage collector running as it does."""
-    clock = time.perf_counter_ns
-    taken = []
-    for call in calls:
-        start = clock()
-        call()
-        taken.append(clock() - start)
-    return np.array(taken) / 1000
 
 
 def report(figures: Iterable[Figure]) -> bool:

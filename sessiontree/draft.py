@@ -29,7 +29,18 @@ from sessiontree.media import MediaItem
 from sessiontree.node import Details, MediaSpan, Node, Origin, TailPolicy, positions_in, write_positions
 from sessiontree.positions import Mode, PositionScheme, PositionState
 from sessiontree.positions.runs import write
-from sessiontree.tokens import MAX_TOKEN_ID, TOKEN_BYTES, Position, TokenIds, as_index, token_array, token_bytes, window
+from sessiontree.tokens import (
+    MAX_TOKEN_ID,
+    TOKEN_BYTES,
+    Position,
+    TokenIds,
+    as_index,
+    in_range,
+    shown,
+    token_array,
+    token_bytes,
+    window,
+)
 from sessiontree.turns import Turn, plan_turn
 
 REFUSED_FINISH_REASONS: Final = frozenset({"abort", "error"})
@@ -96,7 +107,9 @@ class Draft:
         self._tokens = array("i")
         self._states: list[tuple[int, bytes]] = []
         self._how_closed: str | None = None
-        self._room = int(self.scheme.max_position_limit - (parent.stop + parent.mrope_position_delta))
+        # Its tokens have positions in both modes; as replayed they can stand further on than as decoded.
+        first = max(parent.stop + parent.mrope_position_delta, parent.position_state("as_replayed").next_position)
+        self._room = int(self.scheme.max_position_limit - first)
         if max_tokens is not None:
             self._room = min(self._room, max_tokens - parent.stop)
 
@@ -106,7 +119,7 @@ class Draft:
         """Take one token. Raises OutOfRange, LimitExceeded, PositionLimitExceeded, DraftClosed; nothing is taken then."""
         token = as_index(token_id, "token id")
         if not 0 <= token <= MAX_TOKEN_ID:
-            raise OutOfRange(f"token is {token}, outside 0..{MAX_TOKEN_ID}", value=token, limit=MAX_TOKEN_ID)
+            raise OutOfRange(f"token is {shown(token)}, outside 0..{MAX_TOKEN_ID}", value=token, limit=MAX_TOKEN_ID)
         self._make_room(1)
         self._tokens.append(token)
 
@@ -126,8 +139,8 @@ class Draft:
                     value=stop,
                     limit=self._max_tokens,
                 )
-            position = stop - 1 + self.mrope_position_delta
             limit = self.scheme.max_position_limit
+            position = limit - self._room + len(self._tokens) + count - 1
             raise PositionLimitExceeded(
                 f"{self!r}: position {position} is not below {self.scheme.name}'s max_position_limit of {limit}",
                 value=position,
@@ -144,14 +157,10 @@ class Draft:
         Raises OutOfRange outside 0..len, DraftClosed.
         """
         self._check_open()
-        self._check_length(length)
+        length = in_range(length, len(self._tokens), "length", self)
         del self._tokens[length:]
         while self._states and self._states[-1][0] > length:
             self._states.pop()
-
-    def _check_length(self, length: int) -> None:
-        if not 0 <= as_index(length, "length") <= len(self._tokens):
-            raise OutOfRange(f"length {length} outside 0..{len(self._tokens)}", value=length, limit=len(self._tokens))
 
     def set_state(self, state: bytes) -> None:
         """Keep a small opaque state (grammar, sampler) that belongs to the tokens so far. At most 1 MiB, else LimitExceeded."""
@@ -184,10 +193,10 @@ class Draft:
         finish_reason = checked_text(finish_reason, "finish_reason")
         if not finish_reason or finish_reason.strip().casefold() in REFUSED_FINISH_REASONS:
             raise FinishRefused(f"a draft that ended with {finish_reason!r} is no turn; abort it", finish_reason=finish_reason)
+        tail_policy = checked_text(tail_policy, "tail_policy")  # type: ignore[assignment]
         if tail_policy not in ("keep", "drop_last"):
             raise FinishRefused(f"no tail policy {tail_policy!r}; keep or drop_last", tail_policy=tail_policy)
-        count = len(self._tokens) if length is None else length
-        self._check_length(count)
+        count = len(self._tokens) if length is None else in_range(length, len(self._tokens), "length", self)
         if tail_policy == "drop_last":
             count = max(0, count - 1)
         data = self._tokens[:count].tobytes()
@@ -342,26 +351,32 @@ def extend_drafts(drafts: Sequence[Draft], token_ids: TokenIds | Sequence[TokenI
     ``token_ids``: (B,) ints, one for each draft, or B sequences of ints. Raises what :meth:`Draft.extend` raises, TypeError for
     lengths that differ or a draft that is named twice.
     """
-    if len(drafts) != len(token_ids):
-        raise TypeError(f"{len(drafts)} drafts and {len(token_ids)} tokens")
-    if len(set(map(id, drafts))) != len(drafts):
-        raise TypeError("a draft stands twice in one batch")
+    drafts = tuple(drafts)
     for draft in drafts:
         if type(draft) is not Draft:
             raise TypeError(f"a batch is of drafts, not {type(draft).__name__}")
+    if len(set(map(id, drafts))) != len(drafts):
+        raise TypeError("a draft stands twice in one batch")
     if isinstance(token_ids, (list, tuple)) and any(map(_is_run, token_ids)):
         runs = [token_bytes(tokens) for tokens in token_ids]
+        _check_lengths(drafts, runs)
         for draft, run in zip(drafts, runs, strict=True):
             draft._make_room(len(run) // TOKEN_BYTES)
         for draft, run in zip(drafts, runs, strict=True):
             draft._tokens.frombytes(run)
         return
     tokens = token_array(token_bytes(token_ids)).tolist()
+    _check_lengths(drafts, tokens)
     for draft in drafts:
         if draft._how_closed is not None or len(draft._tokens) >= draft._room:
             draft._make_room(1)
     for draft, token in zip(drafts, tokens, strict=True):
         draft._tokens.append(token)
+
+
+def _check_lengths(drafts: Sequence[Draft], tokens: Sequence[Any]) -> None:
+    if len(drafts) != len(tokens):
+        raise TypeError(f"{len(drafts)} drafts and tokens for {len(tokens)}")
 
 
 def _is_run(tokens: Any) -> bool:

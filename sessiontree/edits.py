@@ -6,6 +6,7 @@ along with their tokens, and refuse to cut a media span. Nothing is attached her
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from sessiontree.media import MediaItem, placements
 from sessiontree.node import Details, Link, Node, deepest_from, deepest_to
 from sessiontree.positions import ExternalPositions
 from sessiontree.positions.runs import TableRun
-from sessiontree.tokens import TOKEN_BYTES, TokenIds, as_index, token_array, token_bytes
+from sessiontree.tokens import TOKEN_BYTES, TokenIds, as_index, shown, token_array, token_bytes
 from sessiontree.turns import Pending, plan_turn
 
 
@@ -79,8 +80,12 @@ def plan_rewrite(node: Node, edits: Iterable[Edit | Sequence[Any]]) -> Plan:
     if not changes:
         return Plan(node, ())
     first = deepest_from(node, changes[0].start)
-    sources = node.path()[first.depth :]
-    turns = [_rewritten(source, changes, takes_end=source is node) for source in sources]
+    sources = _down_to(node, first)
+    starts, stops = [change.start for change in changes], [change.stop for change in changes]
+    turns = []
+    for source in sources:
+        of_source = slice(bisect_left(stops, source.start), bisect_right(starts, source.stop))
+        turns.append(_rewritten(source, changes[of_source], takes_end=source is node))
 
     parent = first.parent or first
     changed = 0  # the first source that does not stay as it is
@@ -109,10 +114,20 @@ def plan_rewrite(node: Node, edits: Iterable[Edit | Sequence[Any]]) -> Plan:
         if not made and (stood := _next_on_path(node, parent)) is not None and stood.id == turn.id:
             parent, shared = stood, stood.stop  # what the edit made is what stood there
             continue
-        _refuse_table(source)
+        if source is not sources[changed] or same < len(source):
+            _refuse_table(source)
         links = (Link("derived_from", source.id, shared),)
         made.append(Pending(turn, Details(source._details.metadata, source.finish_reason, source.tail_policy, links)))
     return Plan(parent, tuple(made))
+
+
+def _down_to(node: Node, first: Node) -> list[Node]:
+    """The nodes of a path from ``first`` to ``node``."""
+    found = [node]
+    while found[-1] is not first and found[-1].parent is not None:
+        found.append(found[-1].parent)
+    found.reverse()
+    return found
 
 
 def _key_of(source: Node, data: bytes) -> str | None:
@@ -130,12 +145,8 @@ def _same_tokens(source: Node, data: bytes, media: Sequence[MediaItem]) -> int:
     common = min(len(old), len(new))
     differs = old[:common] != new[:common]
     same = int(np.argmax(differs)) if differs.any() else common
-    for item in source.media:
-        if item not in media:
-            same = min(same, item.spans[0][0])
-    for item in media:
-        if item not in source.media:
-            same = min(same, item.spans[0][0])
+    for item in set(source.media) ^ set(media):
+        same = min(same, item.spans[0][0])
     for offset, size in (span for item in source.media for span in item.spans):
         if offset < same < offset + size:
             same = offset
@@ -159,7 +170,7 @@ def _checked(node: Node, edits: Iterable[Edit | Sequence[Any]]) -> list[_Change]
         start, stop = as_index(given.start, "start"), as_index(given.stop, "stop")
         if not end <= start <= stop <= node.stop:
             raise OutOfRange(
-                f"edit [{start}, {stop}) is not inside [{end}, {node.stop}): edits come in order, apart, on the path",
+                f"edit [{shown(start)}, {shown(stop)}) is not inside [{end}, {node.stop}): edits come in order, apart, on the path",
                 value=(start, stop),
                 limit=(end, node.stop),
             )

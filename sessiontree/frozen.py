@@ -10,7 +10,6 @@ ctypes or a search through the interpreter. Nothing here knows of sessions.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Self
 
@@ -25,6 +24,11 @@ _INT_LIMITS: Final = (-(2**63), 2**64)  # what msgpack can hold
 
 Setter = Callable[[Any, Any], None]
 EMPTY_METADATA: Final[PMap[str, Any]] = pmap()
+
+
+def no_subclasses(cls: type) -> None:
+    """``__init_subclass__`` of classes whose values must be what they say: an override would be a way in."""
+    raise TypeError(f"{cls.__mro__[1].__name__} is final; {cls.__name__} cannot be made of it")
 
 
 class Sealed:
@@ -69,14 +73,24 @@ def seal(cls: type) -> dict[str, Setter]:
 
 
 def to_numpy(value: Any) -> Any:
-    """A NumPy array of a tensor that knows ``detach().cpu().numpy()`` (PyTorch's), anything else as it is."""
-    detach = getattr(value, "detach", None)
-    return detach().cpu().numpy() if callable(detach) else value
+    """A NumPy array of a tensor (PyTorch's: what knows ``__array__``, ``detach`` and ``cpu``), anything else as it is.
+
+    Raises TypeError for a tensor whose values cannot be had.
+    """
+    if not (hasattr(value, "__array__") and hasattr(value, "detach") and hasattr(value, "cpu")):
+        return value
+    try:
+        return value.detach().cpu().numpy()
+    except (RuntimeError, NotImplementedError) as error:
+        raise TypeError(f"the values of a {type(value).__name__} cannot be read: {error}") from None
 
 
 def frozen_array(values: ArrayLike, dtype: Any = None) -> NDArray[Any]:
     """A read-only C-ordered copy of ``values`` over a ``bytes`` object of its own."""
-    array = np.asarray(to_numpy(values), dtype=dtype)
+    try:
+        array = np.asarray(to_numpy(values), dtype=dtype)
+    except ValueError as error:
+        raise TypeError(f"no array can be made of it: {error}") from None
     if array.dtype.hasobject:
         raise TypeError(f"an array of {array.dtype} cannot be frozen")
     data = array.tobytes()
@@ -107,42 +121,67 @@ def freeze_metadata(metadata: Mapping[str, Any] | None) -> PMap[str, Any]:
     return frozen
 
 
-def freeze(value: Any, where: str = "value", depth: int = 0) -> Any:
+_Place = tuple[Any, Any] | None  # (where the container is, its key or index there)
+
+
+def freeze(value: Any, what: str = "value") -> Any:
     """An immutable copy of ``value``: mappings become PMaps, lists tuples, sets frozensets, buffers bytes, arrays frozen arrays.
 
     Scalars (None, bool, int of at most 64 bits, float, str, bytes) stay. Keys are str or int. Raises TypeError for any other
-    type and LimitExceeded beyond 64 levels (a container that holds itself, say), naming the place.
+    type and LimitExceeded beyond 64 levels (a container that holds itself, say), naming the place in ``what``.
     """
-    if value is None or isinstance(value, bool):
+    return _frozen(value, what, None, 0)
+
+
+def _where(what: str, place: _Place) -> str:
+    keys = []
+    while place is not None:
+        place, key = place
+        keys.append(f"[{key[:40]!r}]" if isinstance(key, str) else f"[{key}]" if type(key) is int and key < 2**64 else "[…]")
+    return what + "".join(reversed(keys[-8:]))
+
+
+def _frozen(value: Any, what: str, place: _Place, depth: int) -> Any:
+    if value is None or type(value) is bool:
         return value
     if isinstance(value, str):
-        return checked_text(value, where)
+        return checked_text(value, _where(what, place)) if type(value) is not str or not value.isascii() else value
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, int):
-        if not _INT_LIMITS[0] <= value < _INT_LIMITS[1]:
-            raise OutOfRange(f"{where}: {value} does not fit 64 bits", value=value, limit=_INT_LIMITS)
-        return int.__int__(value)
+        number = int.__int__(value)
+        if not _INT_LIMITS[0] <= number < _INT_LIMITS[1]:
+            bits = number.bit_length()
+            raise OutOfRange(f"{_where(what, place)}: an integer of {bits} bits; 64 is the limit", value=number, limit=_INT_LIMITS)
+        return number
     if depth >= MAX_DEPTH:
-        raise LimitExceeded(f"{where}: nested deeper than {MAX_DEPTH}", value=depth, limit=MAX_DEPTH)
+        raise LimitExceeded(f"{_where(what, place)}: nested deeper than {MAX_DEPTH}", value=depth, limit=MAX_DEPTH)
     value = to_numpy(value)
     if isinstance(value, Mapping):
-        items = {}
+        items: dict[Any, Any] = {}
         for key, entry in value.items():
-            name = freeze(key, f"{where}: a key") if isinstance(key, int) else checked_text(key, f"{where}: a key")
-            items[name] = freeze(entry, f"{where}[{key!r}]", depth + 1)
+            name = _frozen(key, what, (place, key), depth + 1)
+            if type(name) not in (str, int):
+                raise TypeError(f"{_where(what, place)}: a key is str or int, not {type(key).__name__}")
+            if name in items:
+                raise TypeError(f"{_where(what, place)}: two keys are both {name!r}")
+            items[name] = _frozen(entry, what, (place, key), depth + 1)
         return pmap(items)
     if isinstance(value, (bytes, bytearray, memoryview)):
-        return b"".join((value,))
+        return memoryview(value).tobytes()
     if isinstance(value, np.generic):
-        return freeze(value.item(), where, depth + 1)
+        item = value.item()
+        if not isinstance(item, np.generic):
+            return _frozen(item, what, place, depth + 1)
     if isinstance(value, np.ndarray):
         return frozen_array(value)
     if isinstance(value, (set, frozenset)):
-        return frozenset(freeze(entry, where, depth + 1) for entry in value)
+        return frozenset(_frozen(entry, what, place, depth + 1) for entry in value)
     if isinstance(value, Sequence):
-        return tuple(freeze(entry, f"{where}[{at}]", depth + 1) for at, entry in zip(itertools.count(), value, strict=False))
-    raise TypeError(f"{where}: {type(value).__name__} cannot be frozen; use numbers, text, bytes, arrays, lists and mappings")
+        return tuple(_frozen(entry, what, (place, at), depth + 1) for at, entry in enumerate(value))
+    raise TypeError(
+        f"{_where(what, place)}: {type(value).__name__} cannot be frozen; use numbers, text, bytes, arrays, lists and mappings"
+    )
 
 
 def handed_out(value: Any) -> Any:
@@ -155,6 +194,8 @@ def handed_out(value: Any) -> Any:
     if isinstance(value, PMap):
         # With a size given, pyrsistent makes a map even where it would otherwise share its one empty map.
         return pmap({key: handed_out(entry) for key, entry in value.items()}, pre_size=8)
-    if isinstance(value, tuple):
-        return tuple(map(handed_out, value)) if type(value) is tuple else value
+    if type(value) is tuple:
+        return tuple(map(handed_out, value))
+    if isinstance(value, frozenset):
+        return frozenset(map(handed_out, value))
     return value

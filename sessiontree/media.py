@@ -16,8 +16,8 @@ import numpy as np
 
 from sessiontree.digest import ID_BYTES, pack
 from sessiontree.errors import LimitExceeded, MediaSpanError, OutOfRange, PositionError, Unsupported
-from sessiontree.frozen import MAX_DEPTH, Sealed, checked_text, freeze, freeze_metadata, seal, to_numpy
-from sessiontree.tokens import as_index
+from sessiontree.frozen import MAX_DEPTH, Sealed, checked_text, freeze, freeze_metadata, no_subclasses, seal, to_numpy
+from sessiontree.tokens import as_index, shown
 
 Modality = Literal["image", "video", "audio"]
 MODALITIES: Final = ("image", "video", "audio")
@@ -62,16 +62,18 @@ class MediaItem(Sealed):
         placeholders_before: int = 0,
         unfinished: bool = False,
     ) -> MediaItem:
-        if modality not in MODALITIES:
-            raise Unsupported(f"modality {modality!r}; known are {', '.join(MODALITIES)}", modality=modality)
+        kind = checked_text(modality, "modality")
+        if kind not in MODALITIES:
+            raise Unsupported(f"modality {kind!r}; known are {', '.join(MODALITIES)}", modality=kind)
         if not isinstance(identity, (bytes, bytearray)):
             raise TypeError(f"an identity is {ID_BYTES} bytes, not {type(identity).__name__}")
-        if len(identity) != ID_BYTES:
-            raise OutOfRange(f"an identity has {ID_BYTES} bytes, not {len(identity)}", value=len(identity), limit=ID_BYTES)
+        digest = memoryview(identity).tobytes()
+        if len(digest) != ID_BYTES:
+            raise OutOfRange(f"an identity has {ID_BYTES} bytes, not {len(digest)}", value=len(digest), limit=ID_BYTES)
         self = object.__new__(cls)
-        _SET["modality"](self, modality)
-        _SET["identity"](self, bytes(identity))
-        _SET["spans"](self, _checked_spans(modality, bytes(identity), spans))
+        _SET["modality"](self, kind)
+        _SET["identity"](self, digest)
+        _SET["spans"](self, _checked_spans(kind, digest, spans))
         _SET["grid_thw"](self, None if grid_thw is None else _checked_grid(grid_thw))
         _SET["second_per_grid_ts"](self, None if second_per_grid_ts is None else _checked_seconds(second_per_grid_ts))
         _SET["audio_feature_length"](self, _checked_length(audio_feature_length))
@@ -81,6 +83,8 @@ class MediaItem(Sealed):
             raise TypeError(f"unfinished is a bool, not {type(unfinished).__name__}")
         _SET["unfinished"](self, bool(unfinished))
         return self
+
+    __init_subclass__ = no_subclasses
 
     @property
     def num_placeholders(self) -> int:
@@ -201,8 +205,8 @@ def _feed(digest: Any, data: Any, depth: int) -> None:
         digest.update(pack(["bytes", len(raw)]))
         digest.update(raw)
     elif isinstance(data, np.ndarray) and not data.dtype.hasobject:
-        digest.update(pack(["array", data.dtype.str, data.shape]))
-        digest.update(np.ascontiguousarray(data).data if data.size else b"")
+        digest.update(pack(["array", str(np.lib.format.dtype_to_descr(data.dtype)), data.shape]))
+        digest.update(data.tobytes())
     elif isinstance(data, (list, tuple)):
         if depth >= MAX_DEPTH:
             raise LimitExceeded(f"media content nested deeper than {MAX_DEPTH}", value=depth, limit=MAX_DEPTH)
@@ -238,8 +242,8 @@ def _rows(values: Any) -> Any:
 def _pair(values: Any, what: str) -> Span:
     try:
         first, second = _rows(values)
-    except ValueError:
-        raise TypeError(f"{what} are pairs, not {values!r}") from None
+    except (TypeError, ValueError):
+        raise TypeError(f"{what} are pairs of ints; this is a {type(values).__name__}") from None
     return as_index(first, what), as_index(second, what)
 
 
@@ -250,7 +254,9 @@ def _checked_spans(modality: str, identity: bytes, spans: Any) -> tuple[Span, ..
     for offset, length in pairs:
         if offset < 0 or length < 1 or offset + length > MAX_COUNT:
             raise MediaSpanError(
-                f"{name}: span (offset {offset}, length {length}) is no run of tokens", item=name, span=(offset, length)
+                f"{name}: span (offset {shown(offset)}, length {shown(length)}) is no run of tokens",
+                item=name,
+                span=(offset, length),
             )
         if offset < end:
             raise MediaSpanError(
@@ -268,18 +274,20 @@ def _checked_sizes(sizes: Any) -> tuple[Span, ...]:
 def _checked_grid(grid_thw: Any) -> tuple[int, int, int]:
     grid = tuple(as_index(size, "grid_thw") for size in _rows(grid_thw))
     if len(grid) != 3 or min(grid) < 1 or max(grid) >= MAX_COUNT:
-        raise PositionError(f"grid_thw is three sizes of 1 to {MAX_COUNT - 1}, not {grid}", grid_thw=grid)
+        raise PositionError(f"grid_thw is three sizes of 1 to {MAX_COUNT - 1}, not {', '.join(map(shown, grid))}", grid_thw=grid)
     return grid
 
 
 def _checked_seconds(seconds: Any) -> float:
     seconds = to_numpy(seconds)
-    if isinstance(seconds, (str, bytes, bool)):
+    if isinstance(seconds, (str, bytes, bytearray, bool)):
         raise TypeError(f"second_per_grid_ts is a number, not {type(seconds).__name__}")
     try:
         value = float(seconds)
     except OverflowError:
         value = math.inf
+    except ValueError as error:
+        raise TypeError(f"second_per_grid_ts is a number: {error}") from None
     if not (math.isfinite(value) and value >= 0):
         raise PositionError(f"second_per_grid_ts is {value}, not a time", value=value)
     return value + 0.0  # no negative zero: equal items, equal bytes
@@ -292,5 +300,5 @@ def _checked_length(length: Any) -> int | None:
 def _count(value: Any, what: str) -> int:
     count = as_index(value, what)
     if not 0 <= count < MAX_COUNT:
-        raise OutOfRange(f"{what} is {count}, outside 0..{MAX_COUNT - 1}", value=count, limit=MAX_COUNT)
+        raise OutOfRange(f"{what} is {shown(count)}, outside 0..{MAX_COUNT - 1}", value=count, limit=MAX_COUNT)
     return count

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from pyrsistent import PMap
 
 from sessiontree.digest import root_id
-from sessiontree.errors import OutOfRange, PositionError
-from sessiontree.frozen import EMPTY_METADATA, Sealed, checked_text, frozen_array, handed_out, seal
+from sessiontree.errors import PositionError
+from sessiontree.frozen import EMPTY_METADATA, Sealed, checked_text, frozen_array, handed_out, no_subclasses, seal
 from sessiontree.media import MediaItem
 from sessiontree.positions import MODES, Mode, PositionScheme, PositionState
 from sessiontree.positions.runs import Runs, write
-from sessiontree.tokens import Extent, Position, as_index, window
+from sessiontree.tokens import Extent, Position, in_range, window
 
 Origin = Literal["input", "generated"]
 LinkKind = Literal["derived_from", "prefix_of"]
@@ -140,6 +140,8 @@ class Node(Sealed):
     _jump: Node  # skew-binary: an ancestor further up, so that ancestors are found in O(log depth)
     _with_media: Node | None  # the nearest node on the path, itself included, that has media
 
+    __init_subclass__ = no_subclasses
+
     def __new__(cls) -> Node:
         raise TypeError("nodes are made by append, commit and the like, not by calling Node")
 
@@ -210,8 +212,7 @@ class Node(Sealed):
 
     def ancestor(self, depth: int) -> Node:
         """The node at ``depth`` on its path, itself included, in O(log depth). Raises OutOfRange."""
-        if not 0 <= as_index(depth, "depth") <= self.depth:
-            raise OutOfRange(f"depth {depth} outside 0..{self.depth}", value=depth, limit=self.depth)
+        depth = in_range(depth, self.depth, "depth", self)
         node = self
         while node.depth > depth:
             node = node._jump if node._jump.depth >= depth else _parent(node)

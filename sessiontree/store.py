@@ -1,34 +1,36 @@
 """Sessions and the store that holds them, in memory.
 
 A :class:`Session` is an atom: the current :class:`~sessiontree.tree.SessionTree`. Readers take it without a lock; a writer takes
-the session's lock, makes a new value and swaps it in, so an operation that raises leaves the old value. Appending to any node
+the session's lock, makes a new value and swaps it in, so an operation that raises leaves the old value. What a writer checks
+and plans, it does before it takes the lock wherever that can be long or runs a caller's code. Appending to any node
 always works; only heads are contested, and they move by compare-and-set. There is no clock in here and no cursor.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from numpy.typing import ArrayLike
 from pyrsistent import PMap, pmap
 
 from sessiontree.draft import Draft
-from sessiontree.edits import Edit
+from sessiontree.edits import Edit, plan_rewrite
 from sessiontree.errors import OutOfRange, SessionExists, StaleSession, StoreClosed, UnknownSession
 from sessiontree.frozen import checked_text, freeze_metadata
+from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
 from sessiontree.node import NO_DETAILS, Details, Namespace, Node
 from sessiontree.positions import ExternalPositions, PositionScheme
-from sessiontree.tokens import TokenIds, token_bytes
+from sessiontree.tokens import TokenIds, token_array, token_bytes
 from sessiontree.tree import UNSET, Head, SessionTree
 from sessiontree.turns import Turn, plan_turn
 
 __all__ = ["Session", "SessionStore"]
 
 MAX_SESSION_ID: Final = 512
+T = TypeVar("T")
 
 
 class Session:
@@ -38,14 +40,15 @@ class Session:
     through a closed session raises StaleSession; nodes stay readable.
     """
 
-    __slots__ = ("__weakref__", "_closed", "_drafts", "_id", "_incarnation", "_lock", "_store", "_tree")
+    __slots__ = ("__weakref__", "_closed", "_drafts", "_id", "_incarnation", "_limits", "_lock", "_store", "_tree")
 
     def __init__(self, session_id: str, incarnation: int, tree: SessionTree, store: SessionStore) -> None:
         self._id = session_id
         self._incarnation = incarnation
         self._tree = tree
+        self._limits = tree.limits
         self._store = store
-        self._lock = tree._index.lock  # re-entrant: held around what the tree does under it
+        self._lock = new_lock()
         self._closed = False
         self._drafts = 0  # how many got a key of their own
 
@@ -84,12 +87,12 @@ class Session:
     @property
     def max_tokens(self) -> int | None:
         """Tokens allowed on a path; None without a limit."""
-        return self._tree.limits.max_tokens
+        return self._limits.max_tokens
 
     @property
     def reserve_output(self) -> int:
         """How many of ``max_tokens`` appends leave to generation."""
-        return self._tree.limits.reserve_output
+        return self._limits.reserve_output
 
     @property
     def closed(self) -> bool:
@@ -137,9 +140,11 @@ class Session:
         """A prefilled turn under any node. See :meth:`SessionTree.append`."""
         # As SessionTree.append, but the lock is only held for what needs it.
         parent = self._tree._resolve(parent)
-        turn = plan_turn(parent.scheme, parent, token_bytes(token_ids), media, "input", role, key, positions)
+        max_tokens, reserved = self._limits
+        data = token_bytes(token_ids, max_tokens)
+        turn = plan_turn(parent._lineage.scheme, parent, data, media, "input", role, key, positions)
         details = NO_DETAILS if metadata is None else Details(freeze_metadata(metadata))
-        return self._attach(parent, turn, details, self.reserve_output)
+        return self._attach(parent, turn, details, reserved)
 
     def draft(
         self,
@@ -153,38 +158,54 @@ class Session:
 
         Keys of its own are counted, not drawn: ranks that apply the same operations get the same ids.
         """
+        frozen = freeze_metadata(metadata)
         with self._lock:
             self._check_open()
-            draft = Draft(
-                self._tree._resolve(parent),
-                role=role,
-                metadata=freeze_metadata(metadata),
-                key=f"{self.id}/{self.incarnation}/{self._drafts + 1}" if key is None else key,
-                max_tokens=self.max_tokens,
-                commit=self._attach,
-            )
-            self._drafts += key is None
+            node = self._tree._resolve(parent)
+            number = self._drafts
+            own = key
+            while own is None or (key is None and self._tree._has_key(node, own)):
+                number += 1
+                own = f"{self.id}/{self.incarnation}/{number}"
+            draft = Draft(node, role=role, metadata=frozen, key=own, max_tokens=self.max_tokens, commit=self._attach)
+            self._drafts = number
         return draft
 
     def _attach(self, parent: Node, turn: Turn, details: Details, reserved: int = 0) -> Node:
+        # As _swap, without its calls: this is what every append and commit goes through.
         with self._lock:
-            self._check_open()
-            self._tree, node = self._tree._attach(parent, turn, details, reserved=reserved)
-        return node
+            while True:
+                if self._closed:
+                    self._check_open()
+                before = self._tree
+                after, node = before._attach_alone(parent, turn, details, None, reserved)
+                if self._tree is before:
+                    self._tree = after
+                    return node
+
+    def _swap(self, operation: Callable[[SessionTree], tuple[SessionTree, T]]) -> T:
+        """Take the tree on by one operation, which gives the new tree and a result.
+
+        A signal handler or finalizer may write to this session in the middle of it, on this very thread. Then the tree is not
+        what the operation began with, and it is done again on the tree there is: comparing and setting takes no Python call, so
+        nothing comes in between.
+        """
+        with self._lock:
+            while True:
+                self._check_open()
+                before = self._tree
+                after, result = operation(before)
+                if self._tree is before:
+                    self._tree = after
+                    return result
 
     def truncate(self, node: Node | bytes, length: int) -> Node:
         """The first ``length`` tokens of a node's path. See :meth:`SessionTree.truncate`."""
-        with self._lock:
-            self._check_open()
-            self._tree, cut = self._tree.truncate(node, length)
-        return cut
+        return self._swap(lambda tree: tree.truncate(node, length))
 
     def drop_last(self, node: Node | bytes, count: int) -> Node:
         """A node's path without its last ``count`` tokens. See :meth:`SessionTree.drop_last`."""
-        with self._lock:
-            self._check_open()
-            self._tree, cut = self._tree.drop_last(node, count)
-        return cut
+        return self._swap(lambda tree: tree.drop_last(node, count))
 
     def replace(
         self,
@@ -200,40 +221,34 @@ class Session:
         positions: ExternalPositions | ArrayLike | None = None,
     ) -> Node:
         """A new branch from the node's parent, and ``head`` moved to it. See :meth:`SessionTree.replace`."""
-        with self._lock:
-            self._check_open()
-            self._tree, new = self._tree.replace(
+        ids, items = token_array(token_bytes(token_ids)), tuple(media)  # what runs callers' code runs once, outside the lock
+        return self._swap(
+            lambda tree: tree.replace(
                 node,
-                token_ids,
+                ids,
                 head=head,
                 expected=expected,
-                media=media,
+                media=items,
                 role=role,
                 metadata=metadata,
                 key=key,
                 positions=positions,
             )
-        return new
+        )
 
     def rewrite(self, node: Node | bytes, edits: Iterable[Edit | Sequence[Any]]) -> Node:
         """A path like the node's with some of its tokens replaced. See :meth:`SessionTree.rewrite`."""
-        with self._lock:
-            self._check_open()
-            self._tree, new = self._tree.rewrite(node, edits)
-        return new
+        source = self._tree._resolve(node)
+        plan = plan_rewrite(source, edits)  # as long as it takes, outside the lock
+        return self._swap(lambda tree: tree._attach_all(source, plan))
 
     def set_head(self, name: str, node: Node | bytes, expected: Head | Node | None = UNSET) -> Head:
         """Create or move a head, by compare-and-set where ``expected`` is given. See :meth:`SessionTree.set_head`."""
-        with self._lock:
-            self._check_open()
-            self._tree, head = self._tree.set_head(name, node, expected)
-        return head
+        return self._swap(lambda tree: tree.set_head(name, node, expected))
 
     def drop_head(self, name: str) -> None:
         """Forget a head; its node stays. Raises UnknownHead."""
-        with self._lock:
-            self._check_open()
-            self._tree = self._tree.drop_head(name)
+        self._swap(lambda tree: (tree.drop_head(name), None))
 
     def close(self) -> None:
         """End this incarnation. Writes through it, and commits of its drafts, raise StaleSession from now on."""
@@ -255,6 +270,9 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a session is one; a copy would be a second writer")
+
     def __repr__(self) -> str:
         how = "closed" if self._closed else "open"
         return f"<Session {self.id!r} incarnation={self.incarnation} {how} nodes={len(self._tree)}>"
@@ -264,7 +282,7 @@ class SessionStore:
     """Sessions by id. Make one with :meth:`in_memory`."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._sessions: dict[str, Session] = {}
         self._opened = 0
         self._closed = False
@@ -359,6 +377,9 @@ class SessionStore:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a store is one; a copy would be a second writer")
 
     def __repr__(self) -> str:
         return f"<SessionStore in memory, sessions={len(self._sessions)}>"

@@ -11,12 +11,12 @@ from __future__ import annotations
 import operator
 from array import array
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sessiontree.errors import OutOfRange
+from sessiontree.errors import LimitExceeded, OutOfRange
 from sessiontree.frozen import to_numpy
 
 INT32: Final = np.dtype("<i4")
@@ -65,7 +65,20 @@ def as_index(value: Any, what: str) -> int:
         return value
     if isinstance(value, (Position, bool, np.bool)):
         raise TypeError(f"{what} is a token index, not a {type(value).__name__}")
-    return operator.index(value)
+    return int.__index__(operator.index(value))  # of a subclass, just the number
+
+
+def shown(number: int) -> str:
+    """An integer for a message: Python refuses to write out very long ones."""
+    return str(number) if number.bit_length() <= 128 else f"an integer of {number.bit_length()} bits"
+
+
+def in_range(value: Any, limit: int, what: str, of: object) -> int:
+    """``value`` as an index or count in 0..``limit``. Raises TypeError, and OutOfRange naming ``what`` and ``of``."""
+    number = as_index(value, what)
+    if not 0 <= number <= limit:
+        raise OutOfRange(f"{what} {shown(number)} outside 0..{limit} of {of!r}", value=number, limit=limit)
+    return number
 
 
 def window(start: Any, stop: Any, length: int, what: str = "start") -> tuple[int, int]:
@@ -76,16 +89,19 @@ def window(start: Any, stop: Any, length: int, what: str = "start") -> tuple[int
     first = as_index(start, what)
     last = length if stop is None else as_index(stop, "stop")
     if not 0 <= first <= last <= length:
-        where = f"window [{first}, {last}) ({what} {first})"
+        where = f"window [{shown(first)}, {shown(last)}) ({what} {shown(first)})"
         raise OutOfRange(f"{where} outside the path's [0, {length})", value=(first, last), limit=length)
     return first, last
 
 
-def token_bytes(token_ids: Any) -> bytes:
+def token_bytes(token_ids: Any, most: int | None = None) -> bytes:
     """``token_ids`` as little-endian int32, owned and checked.
 
-    Raises TypeError for what is not a one-dimensional run of integers, OutOfRange naming the first id outside 0..2**31-1.
+    Raises TypeError for what is not a one-dimensional run of integers, OutOfRange naming the first id outside 0..2**31-1, and
+    LimitExceeded for more than ``most`` of them, before any is looked at.
     """
+    if most is not None and hasattr(token_ids, "__len__") and len(token_ids) > most:
+        raise LimitExceeded(f"{len(token_ids)} tokens; the session allows {most} on a path", value=len(token_ids), limit=most)
     if type(token_ids) is np.ndarray and token_ids.dtype is INT32 and token_ids.ndim == 1:
         data = token_ids.tobytes()
     else:
@@ -134,7 +150,7 @@ def _check_range(ids: range) -> None:
 
 
 def _refuse(at: int, value: int) -> None:
-    raise OutOfRange(f"token {at} is {value}, outside 0..{MAX_TOKEN_ID}", index=at, value=value, limit=MAX_TOKEN_ID)
+    raise OutOfRange(f"token {at} is {shown(value)}, outside 0..{MAX_TOKEN_ID}", index=at, value=value, limit=MAX_TOKEN_ID)
 
 
 def token_array(data: bytes) -> NDArray[np.int32]:
@@ -142,60 +158,61 @@ def token_array(data: bytes) -> NDArray[np.int32]:
     return np.frombuffer(data, INT32) if data else _NO_TOKENS
 
 
-class _Address:
-    """Just enough of NumPy's array interface to name a piece of memory."""
+class _Memory:
+    """Just enough of NumPy's array interface to name the memory of ``buffer``, and to keep it."""
 
-    def __init__(self, interface: dict[str, Any]) -> None:
-        self.__array_interface__ = interface
+    def __init__(self, buffer: bytes) -> None:
+        address = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+        self.__array_interface__ = {"data": (address, False), "shape": (len(buffer),), "typestr": "|u1", "version": 3}
+        self.buffer = buffer
 
 
-def _writer(buffer: bytes) -> memoryview:
-    """The one writable view of an arena's memory.
+class _Arena(NamedTuple):
+    """Memory for tokens: ``buffer`` is read, ``write`` is the one writable view of it; None: it is a caller's.
 
-    The memory belongs to a ``bytes`` object so that everything handed out over it is read-only down to its last base; this is
-    the only way in, and it stays with the extent.
+    The memory belongs to a ``bytes`` object so that everything handed out over it is read-only down to its last base; the view
+    is the only way in, and it stays with the extent.
     """
-    address = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-    interface = {"data": (address, False), "shape": (len(buffer),), "typestr": "|u1", "version": 3}
-    writable: Any = np.asarray(_Address(interface))
-    return memoryview(writable)
+
+    buffer: bytes
+    write: memoryview | None
+
+
+def _new_arena(size: int) -> _Arena:
+    buffer = bytes(size)
+    writable: Any = np.asarray(_Memory(buffer))
+    return _Arena(buffer, memoryview(writable))
 
 
 class Extent:
     """A growable run of token bytes that begins at path index ``origin``; what lies before is the business of ``parent``.
 
     ``end``: path index after the last token written. ``writer``: a mark of whoever may write to it, under a lock of theirs.
-    ``buffer`` is published whole: a reader takes it once, and whatever its node covers is in it.
+    ``arena`` is published whole: a reader takes its buffer once, and whatever its node covers is in it.
     """
 
-    __slots__ = ("_capacity", "_write", "buffer", "end", "origin", "parent", "writer")
+    __slots__ = ("arena", "end", "origin", "parent", "writer")
 
     def __init__(self, writer: object, parent: Extent | None, origin: int, data: bytes) -> None:
         self.writer = writer
         self.parent = parent
         self.origin = origin
         self.end = origin + len(data) // TOKEN_BYTES
-        self.buffer = data
-        self._capacity = 0  # a caller's bytes are not ours to write to
-        self._write: memoryview | None = None
+        self.arena = _Arena(data, None)
 
     def append(self, data: bytes) -> None:
         """Write ``data`` behind the last token. The caller holds the writer's lock and has seen that ``end`` is its own."""
         used = (self.end - self.origin) * TOKEN_BYTES
         needed = used + len(data)
-        if needed > self._capacity:
-            self._grow(used, needed)
-        self._write[used:needed] = data  # type: ignore[index]
+        buffer, write = self.arena
+        if write is None or needed > len(buffer):
+            arena = _new_arena(max(64, needed + needed // 2))
+            write = arena.write
+            assert write is not None
+            write[:used] = buffer[:used]
+            self.arena = arena
+        write[used:needed] = data
         self.end += len(data) // TOKEN_BYTES
-
-    def _grow(self, used: int, needed: int) -> None:
-        capacity = max(64, needed + needed // 2)
-        buffer = bytes(capacity)
-        write = _writer(buffer)
-        write[:used] = self.buffer[:used]
-        self._write = write
-        self._capacity = capacity
-        self.buffer = buffer
 
     def read(self, start: int, stop: int) -> NDArray[np.int32]:
         """Path tokens ``[start, stop)`` of a node on this extent, as a read-only int32 array."""
@@ -207,8 +224,8 @@ class Extent:
         count = stop - start
         if count <= COPIED_WINDOW:
             # Not a slice of the bytes themselves: of all of them, that is no copy.
-            return np.frombuffer(memoryview(self.buffer)[offset : offset + count * TOKEN_BYTES].tobytes(), INT32)
-        return np.frombuffer(self.buffer, INT32, count, offset)
+            return np.frombuffer(memoryview(self.arena.buffer)[offset : offset + count * TOKEN_BYTES].tobytes(), INT32)
+        return np.frombuffer(self.arena.buffer, INT32, count, offset)
 
     def read_bytes(self, start: int, stop: int) -> bytes:
         """Path tokens ``[start, stop)`` as bytes, gathered over the extents that hold them."""
@@ -218,7 +235,7 @@ class Extent:
             first = max(start, extent.origin)
             if first < stop:
                 at = extent.origin
-                pieces.append(memoryview(extent.buffer)[(first - at) * TOKEN_BYTES : (stop - at) * TOKEN_BYTES])
+                pieces.append(memoryview(extent.arena.buffer)[(first - at) * TOKEN_BYTES : (stop - at) * TOKEN_BYTES])
                 stop = first
             extent = extent.parent
         pieces.reverse()

@@ -10,7 +10,7 @@ beyond its own count.
 
 from __future__ import annotations
 
-import threading
+import weakref
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -22,12 +22,13 @@ from pyrsistent import PMap, pmap
 from sessiontree.digest import ID_BYTES
 from sessiontree.edits import Edit, Plan, plan_prefix, plan_rewrite
 from sessiontree.errors import HeadMoved, KeyTaken, LimitExceeded, NameTaken, OutOfRange, UnknownHead, UnknownNode
-from sessiontree.frozen import Sealed, checked_text, freeze_metadata, handed_out, seal
+from sessiontree.frozen import Sealed, checked_text, freeze_metadata, handed_out, no_subclasses, seal
+from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
 from sessiontree.node import NO_DETAILS, Details, Lineage, Namespace, Node, make_child, make_root
 from sessiontree.positions import ExternalPositions, PositionScheme
 from sessiontree.positions import scheme as scheme_named
-from sessiontree.tokens import TOKEN_BYTES, Extent, TokenIds, as_index, token_bytes
+from sessiontree.tokens import TOKEN_BYTES, Extent, TokenIds, as_index, in_range, shown, token_bytes
 from sessiontree.turns import Turn, plan_turn
 
 
@@ -58,17 +59,24 @@ class NodeIndex:
 
     ``base``: what it lies over, either an older version of another index (that index and a count) or, for a forked session, the
     path of ``tip``. Ordinals count from the bottom, so they agree in every layer. ``writer``: marks the extents it may write to;
-    they must not hold the index itself, or every node would hold every other.
+    they must not hold the index itself, or every node would hold every other. ``busy``: somebody is adding to it; whoever comes
+    in between on the same thread (a signal handler, a finalizer) leaves it alone.
+
+    Whatever interrupts an addition, each step leaves the index right: at worst a node stays in it that no version sees.
     """
 
     __slots__ = (
+        "__weakref__",
+        "_children_lock",
         "_children_seen",
         "_first_child",
         "_last_child",
         "_next_sibling",
         "_tip_ids",
+        "_tip_source",
         "base",
         "base_count",
+        "busy",
         "by_id",
         "by_key",
         "limits",
@@ -87,18 +95,22 @@ class NodeIndex:
         base: NodeIndex | None = None,
         base_count: int = 0,
         tip: Node | None = None,
+        tip_source: NodeIndex | None = None,
     ) -> None:
         self.root = root
         self.limits = limits
         self.base = base
         self.tip = tip
         self.base_count = base_count if tip is None else tip.depth + 1
-        self.lock = threading.RLock()
+        self.lock = new_lock()
+        self.busy = False
         self.writer = object()
         self.nodes: list[Node] = []
         self.by_id: dict[bytes, int] = {}  # bytes and ints only: the garbage collector never walks it
         self.by_key: dict[bytes, int] = {}
+        self._tip_source = None if tip_source is None else weakref.ref(tip_source)
         self._tip_ids: dict[bytes, int] | None = None
+        self._children_lock: Any = None
         self._children_seen = 0
         self._first_child: dict[bytes, int] = {}
         self._last_child: dict[bytes, int] = {}
@@ -112,10 +124,10 @@ class NodeIndex:
         """Add a node; the lock is held and its id is not visible yet. ``key_slot``: its parent's id and its key, if it has one."""
         nodes = self.nodes
         ordinal = self.base_count + len(nodes)
+        nodes.append(node)
         self.by_id[node_id] = ordinal
         if key_slot is not None:
             self.by_key[key_slot] = ordinal
-        nodes.append(node)
 
     def find(self, node_id: bytes, count: int) -> Node | None:
         """The node of this id among the first ``count``."""
@@ -125,8 +137,7 @@ class NodeIndex:
             if ordinal is not None and ordinal < count:
                 return index.nodes[ordinal - index.base_count]
             if index.tip is not None:
-                depth = index._ids_of_tip().get(node_id)
-                return None if depth is None else index.tip.ancestor(depth)
+                return index._find_on_tip(node_id)
             count = min(count, index.base_count)
             index = index.base
         return None
@@ -154,12 +165,18 @@ class NodeIndex:
             index = index.base
         return None
 
-    def _ids_of_tip(self) -> dict[bytes, int]:
-        ids = self._tip_ids
-        if ids is None:
-            assert self.tip is not None
-            ids = self._tip_ids = {node.id: node.depth for node in self.tip.path()}
-        return ids
+    def _find_on_tip(self, node_id: bytes) -> Node | None:
+        """A node of the forked path: as long as the index it was forked from is there, found without ids of its own."""
+        tip = self.tip
+        assert tip is not None
+        source = None if self._tip_source is None else self._tip_source()
+        if source is not None:
+            node = source.find(node_id, source.count)
+            return node if node is not None and node.depth <= tip.depth and tip.ancestor(node.depth).id == node_id else None
+        if self._tip_ids is None:
+            self._tip_ids = {node.id: node.depth for node in tip.path()}
+        depth = self._tip_ids.get(node_id)
+        return None if depth is None else tip.ancestor(depth)
 
     def layers_upward(self, count: int) -> list[tuple[NodeIndex, int]]:
         """(layer, how many nodes are visible in it and below), the lowest first."""
@@ -188,23 +205,26 @@ class NodeIndex:
         return found
 
     def _see_children(self) -> None:
-        """Link every node that was added since the last time behind its elder siblings."""
+        """Link every node that was added since the last time behind its elder siblings. No writer waits for it."""
         if self._children_seen == len(self.nodes):
             return
         with self.lock:
+            if self._children_lock is None:
+                self._children_lock = new_lock()
+        with self._children_lock:
+            siblings, base = self._next_sibling, self.base_count
             for at in range(self._children_seen, len(self.nodes)):
-                self._next_sibling.append(-1)
                 parent = self.nodes[at].parent
-                if parent is None:
-                    continue
-                ordinal = self.base_count + at
-                elder = self._last_child.get(parent.id)
-                if elder is None:
-                    self._first_child[parent.id] = ordinal
-                else:
-                    self._next_sibling[elder - self.base_count] = ordinal
-                self._last_child[parent.id] = ordinal
-            self._children_seen = len(self.nodes)
+                if at == len(siblings):
+                    siblings.append(-1)
+                if parent is not None:
+                    elder = self._last_child.get(parent.id)
+                    if elder is None:
+                        self._first_child[parent.id] = base + at
+                    elif elder != base + at:  # it is where an interrupted call left off
+                        siblings[elder - base] = base + at
+                    self._last_child[parent.id] = base + at
+                self._children_seen = at + 1
 
 
 @attrs.frozen(init=False, eq=False, repr=False)
@@ -220,6 +240,8 @@ class SessionTree(Sealed):
     _heads: PMap[str, Head]
     _moves: int
     _writes: bool  # whether it may add to its index while it is the newest value of it
+
+    __init_subclass__ = no_subclasses
 
     def __new__(
         cls,
@@ -308,6 +330,9 @@ class SessionTree(Sealed):
             return found if found.id == node.id else None
         return index.find(node.id, self._count)
 
+    def _has_key(self, parent: Node, key: str) -> bool:
+        return self._index.find_child(parent, b"", key, self._count) is not None
+
     def children(self, node: Node | bytes) -> tuple[Node, ...]:
         """Children in commit order."""
         return tuple(self._index.children(self._resolve(node), self._count))
@@ -355,7 +380,8 @@ class SessionTree(Sealed):
         Raises UnknownNode, LimitExceeded, OutOfRange, MediaSpanError, PositionError; nothing has changed then.
         """
         parent = self._resolve(parent)
-        turn = plan_turn(parent.scheme, parent, token_bytes(token_ids), media, "input", role, key, positions)
+        data = token_bytes(token_ids, self.limits.max_tokens)
+        turn = plan_turn(parent.scheme, parent, data, media, "input", role, key, positions)
         details = NO_DETAILS if metadata is None else Details(freeze_metadata(metadata))
         return self._attach(parent, turn, details, reserved=self.limits.reserve_output)
 
@@ -367,16 +393,12 @@ class SessionTree(Sealed):
         MediaSpanError inside a media span.
         """
         node = self._resolve(node)
-        if not 0 <= as_index(length, "length") <= node.stop:
-            raise OutOfRange(f"length {length} outside 0..{node.stop} of {node!r}", value=length, limit=node.stop)
-        return self._attach_all(node, plan_prefix(node, length))
+        return self._attach_all(node, plan_prefix(node, in_range(length, node.stop, "length", node)))
 
     def drop_last(self, node: Node | bytes, count: int) -> tuple[SessionTree, Node]:
         """A node's path without its last ``count`` tokens. As :meth:`truncate`."""
         node = self._resolve(node)
-        if not 0 <= as_index(count, "count") <= node.stop:
-            raise OutOfRange(f"count {count} outside 0..{node.stop} of {node!r}", value=count, limit=node.stop)
-        return self.truncate(node, node.stop - count)
+        return self.truncate(node, node.stop - in_range(count, node.stop, "count", node))
 
     def replace(
         self,
@@ -448,7 +470,7 @@ class SessionTree(Sealed):
 
     def forked(self, node: Node | bytes) -> SessionTree:
         """A tree that holds the path of ``node`` and nothing else; nodes are shared, heads are not. O(1)."""
-        index = NodeIndex(self.root, self.limits, tip=self._resolve(node))
+        index = NodeIndex(self.root, self.limits, tip=self._resolve(node), tip_source=self._index)
         return _value(index, index.count, pmap(), 0, True)
 
     def _read_only(self) -> SessionTree:
@@ -483,31 +505,51 @@ class SessionTree(Sealed):
         written to the parent's where it ends there, else to a new one. ``reserved``: how many tokens to leave free for output.
         Raises KeyTaken, LimitExceeded, OutOfRange.
         """
+        with self._index.lock:
+            return self._attach_alone(parent, turn, details, extent, reserved)
+
+    def _attach_alone(
+        self, parent: Node, turn: Turn, details: Details, extent: Extent | None, reserved: int
+    ) -> tuple[SessionTree, Node]:
+        """As :meth:`_attach`, for who is alone in writing to the index, the owner of a session's."""
         index = self._index
         turn_id, data, media, origin, role, key, decoded, replayed = turn
-        with index.lock:
-            found = index.find_child(parent, turn_id, key, self._count)
-            if found is not None:
-                if found.id != turn_id:
-                    raise KeyTaken(f"key {key!r} under {parent!r} names other content: {found!r}", key=key, node=found)
-                return self, found
-            stop = parent.stop + len(data) // TOKEN_BYTES
-            if index.limits.max_tokens is not None:
-                self._check_limit(stop, reserved)
-            if not self._writes or index.base_count + len(index.nodes) != self._count:
+        found = index.find_child(parent, turn_id, key, self._count)
+        if found is not None:
+            if found.id != turn_id:
+                raise KeyTaken(f"key {key!r} under {parent!r} names other content: {found!r}", key=key, node=found)
+            return self, found
+        stop = parent.stop + len(data) // TOKEN_BYTES
+        if index.limits.max_tokens is not None:
+            self._check_limit(stop, reserved)
+        if not data and parent.parent is None:
+            raise OutOfRange("an empty turn under the root says nothing", value=0, limit=1)
+        mine = not index.busy
+        if mine:
+            index.busy = True
+        try:
+            if not (mine and self._writes and index.base_count + len(index.nodes) == self._count):
                 index = _layer(self, index)
             if extent is None:
                 extent = parent._extent
-                if data:
-                    if extent.writer is index.writer and extent.end == parent.stop:
-                        extent.append(data)
-                    else:
-                        extent = Extent(index.writer, extent, parent.stop, data)
-                elif parent.parent is None:
-                    raise OutOfRange("an empty turn under the root says nothing", value=0, limit=1)
+                if not data:
+                    pass
+                elif extent.writer is index.writer and extent.end == parent.stop:
+                    extent.append(data)
+                else:
+                    extent = Extent(index.writer, extent, parent.stop, data)
             node = make_child(parent, turn_id, stop, media, origin, role, key, decoded, replayed, details, extent)
             index.add(node, turn_id, None if key is None else parent.id + key.encode())
-            return _value(index, self._count + 1, self._heads, self._moves, True), node
+            tree: SessionTree = _new(SessionTree)  # as _value, without a Python call
+            _set_index(tree, index)
+            _set_count(tree, self._count + 1)
+            _set_heads(tree, self._heads)
+            _set_moves(tree, self._moves)
+            _set_writes(tree, True)
+            return tree, node
+        finally:
+            if mine:
+                self._index.busy = False
 
     def _check_limit(self, stop: int, reserved: int) -> None:
         allowed = self._index.limits.max_tokens
@@ -525,13 +567,17 @@ def _place(head: Head | Node | None) -> str:
 def _layer(tree: SessionTree, index: NodeIndex) -> NodeIndex:
     """An index over what ``tree`` sees of ``index``.
 
-    Layers no larger than what they would lie under are taken into it, as a binary counter carries. So n layers cost
+    Layers are carried over into it until each that stays is more than twice as large as the one above. So n layers cost
     O(n log n) in all, and a lookup visits O(log n) of them.
     """
     count = tree._count
     carried: list[Node] = []
-    while index.base is not None and count - index.base_count <= len(carried) + 1:
-        carried[:0] = index.nodes[: count - index.base_count]
+    while index.base is not None:
+        own = count - index.base_count
+        below = index.base_count - index.base.base_count if index.base.base is not None else None
+        if own > 2 * len(carried) and (carried or below is None or below > 2 * own):
+            break
+        carried[:0] = index.nodes[:own]
         count, index = index.base_count, index.base
     layer = NodeIndex(index.root, index.limits, base=index, base_count=count)
     for node in carried:
@@ -542,10 +588,12 @@ def _layer(tree: SessionTree, index: NodeIndex) -> NodeIndex:
 
 def _checked_limits(max_tokens: int | None, reserve_output: int) -> Limits:
     reserve = as_index(reserve_output, "reserve_output")
-    if max_tokens is not None and not 0 <= reserve <= as_index(max_tokens, "max_tokens"):
-        raise LimitExceeded(f"reserve_output {reserve} outside 0..max_tokens {max_tokens}", value=reserve, limit=max_tokens)
+    max_tokens = None if max_tokens is None else as_index(max_tokens, "max_tokens")
+    if max_tokens is not None and not 0 <= reserve <= max_tokens:
+        where = f"reserve_output {shown(reserve)} outside 0..max_tokens {shown(max_tokens)}"
+        raise LimitExceeded(where, value=reserve, limit=max_tokens)
     if reserve < 0:
-        raise LimitExceeded(f"reserve_output {reserve} is below 0", value=reserve, limit=0)
+        raise LimitExceeded(f"reserve_output {shown(reserve)} is below 0", value=reserve, limit=0)
     return Limits(max_tokens, reserve)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from numpy.typing import ArrayLike
 
 from sessiontree.digest import content_prefix, node_id
+from sessiontree.errors import PositionError
 from sessiontree.frozen import checked_text
 from sessiontree.media import MediaItem, in_token_order
 from sessiontree.node import NO_DETAILS, Details, Node, Origin, TurnPositions
@@ -56,8 +57,14 @@ def plan_turn(
     table: Any = None
     if external is not None:
         external = external if isinstance(external, ExternalPositions) else ExternalPositions(external)
+        if external.max_position is not None and external.max_position < decoded_state.max_position:
+            raise PositionError(
+                f"max_position {external.max_position} is below the path's own, {decoded_state.max_position}",
+                value=external.max_position,
+                limit=decoded_state.max_position,
+            )
         decoded = _table_positions(scheme, decoded_state, data, items, external)
-        table = (decoded.runs, decoded.state)
+        table = (decoded.runs, decoded.state) if data else None
         replayed = decoded if replayed_state is decoded_state else _table_positions(scheme, replayed_state, data, items, external)
     elif origin == "input":
         decoded = _positions(scheme.plan(decoded_state, data, items))

@@ -411,12 +411,20 @@ def test_a_reason_is_text(reason: Any) -> None:
     unmoved(draft, TypeError, lambda: draft.commit(reason), session)
 
 
-@pytest.mark.parametrize("policy", ["drop", "", "KEEP", None, 1])
+@pytest.mark.parametrize("policy", ["drop", "", "KEEP"])
 def test_tail_policies_that_do_not_exist(policy: Any) -> None:
     session = text_session()
     draft = session.draft(session.root)
     draft.append(1)
     unmoved(draft, FinishRefused, lambda: draft.commit(tail_policy=policy), session)
+
+
+@pytest.mark.parametrize("policy", [None, 1, np.array(["keep"])], ids=str)
+def test_a_tail_policy_is_text(policy: Any) -> None:
+    session = text_session()
+    draft = session.draft(session.root)
+    draft.append(1)
+    unmoved(draft, TypeError, lambda: draft.commit(tail_policy=policy), session)
 
 
 @pytest.mark.parametrize("length", [0, 1, 3, 5, None])

@@ -28,6 +28,7 @@ from sessiontree import (
     extend_drafts,
     media_identity,
 )
+from sessiontree.frozen import Sealed
 from sessiontree.positions import scheme
 from sessiontree.tokens import COPIED_WINDOW
 from tests.test_tree import IMAGE_PAD, VIDEO_PAD, VISION_END, VISION_START, identity, image, node_print, tree_print, video, vl
@@ -399,11 +400,17 @@ def test_the_class_of_a_value_stays(what: str) -> None:
     session = sample()
     value = values_of(session)[what]
     cls = type(value)
-    evil = type("Evil", (cls,), {"__slots__": ()})
-    for attempt in (object.__setattr__, setattr):
-        with suppress(AttributeError, TypeError):
-            attempt(value, "__class__", evil)
-        assert type(value) is cls
+    twins = [type("Twin", (Sealed,), {"__slots__": cls.__dict__["__slots__"]})]
+    if what == "scheme":  # families are subclasses
+        twins.append(type("Evil", (cls,), {"__slots__": ()}))
+    else:
+        with pytest.raises(TypeError):
+            type("Evil", (cls,), {"__slots__": ()})
+    for twin in twins:
+        for attempt in (object.__setattr__, setattr):
+            with suppress(AttributeError, TypeError):
+                attempt(value, "__class__", twin)
+            assert type(value) is cls
 
 
 @pytest.mark.parametrize("what", ["item", "tree", "scheme", "external", "node", "namespace", "head", "link"])

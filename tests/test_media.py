@@ -68,7 +68,7 @@ def test_an_item_is_what_it_was_given() -> None:
     ("changes", "error"),
     [
         ({"modality": "text"}, Unsupported),
-        ({"modality": None}, Unsupported),
+        ({"modality": None}, TypeError),
         ({"modality": "Image"}, Unsupported),
         ({"identity": ID.hex()}, TypeError),
         ({"identity": None}, TypeError),

@@ -22,10 +22,10 @@ from numpy.typing import ArrayLike, NDArray
 from pyrsistent import PMap, pmap
 
 from sessiontree.errors import MediaSpanError, PositionError, PositionLimitExceeded, Unsupported
-from sessiontree.frozen import Sealed, checked_text, frozen_array, handed_out, seal
+from sessiontree.frozen import Sealed, checked_text, frozen_array, handed_out, no_subclasses, seal
 from sessiontree.media import MediaItem, Placement, placements
 from sessiontree.positions.runs import GridRun, Run, Runs, TableRun, TextRun, grid_runs, write
-from sessiontree.tokens import TOKEN_BYTES, Position, TokenIds, as_index, token_bytes
+from sessiontree.tokens import TOKEN_BYTES, Position, TokenIds, as_index, shown, token_bytes
 
 Rule = Literal["hf5", "sglang", "vllm"]
 RULES: Final = ("hf5", "sglang", "vllm")
@@ -71,6 +71,8 @@ class ExternalPositions(Sealed):
     next_position: int | None
     max_position: int | None
 
+    __init_subclass__ = no_subclasses
+
     def __new__(cls, positions: ArrayLike, next_position: int | None = None, max_position: int | None = None) -> ExternalPositions:
         self = object.__new__(cls)
         _SET_EXTERNAL["_table"](self, frozen_array(positions))
@@ -93,7 +95,12 @@ class ExternalPositions(Sealed):
 def _optional_position(value: Any, what: str) -> int | None:
     if isinstance(value, (bool, np.bool)):
         raise TypeError(f"{what} is a position, not a bool")
-    return None if value is None else operator.index(value)
+    if value is None:
+        return None
+    number = int.__index__(operator.index(value))
+    if not -(2**63) <= number < 2**63:
+        raise PositionError(f"{what} is {shown(number)}, no position", value=number, limit=2**63)
+    return number
 
 
 _SET_EXTERNAL = seal(ExternalPositions)
@@ -151,10 +158,15 @@ class PositionScheme(Sealed):
         if key == "time":  # a hint at how a rule computes; the rule knows
             checked_text(value, "parameter time")
             return None
-        rate = isinstance(value, float) and key == "tokens_per_second"
-        number: int | float = float(value) if rate else as_index(value, key)
-        if not (value >= 0 if key.endswith("_token_id") else 0 < value < 2**53):
-            raise PositionError(f"parameter {key} is {value}", parameter=key, value=value)
+        number: int | float
+        if isinstance(value, float) and key == "tokens_per_second" and not value.is_integer():
+            number = float(value)
+        else:
+            number = as_index(int(value) if isinstance(value, float) and value.is_integer() else value, key)
+        if not (number >= 0 if key.endswith("_token_id") else 0 < number < 2**53):
+            raise PositionError(
+                f"parameter {key} is {number if isinstance(number, float) else shown(number)}", parameter=key, value=number
+            )
         return number
 
     def __eq__(self, other: object) -> bool:
@@ -235,7 +247,8 @@ class PositionScheme(Sealed):
     ) -> tuple[Runs, PositionState]:
         """A run of a table that came from elsewhere, checked, and the state after it.
 
-        The items must be whole; how many placeholders they have is the table's business, not their grid's.
+        The items must be whole; how many placeholders they have is the table's business, not their grid's. A ``max_position``
+        that comes with it never lowers the path's own.
         """
         for start, stop, item in placements(media, count):
             if item.unfinished or item.placeholders_before:
@@ -257,19 +270,22 @@ class PositionScheme(Sealed):
         if table.dtype.kind not in "iuf" or (self.dtype.kind == "i" and table.dtype.kind == "f"):
             raise PositionError(f"an external table of {table.dtype} is no table of {self.dtype}", dtype=str(table.dtype))
         if not count:
+            if external.next_position is not None or external.max_position is not None:
+                raise PositionError("an empty turn has no positions, so nothing comes after them", value=external.next_position)
             return state.next_position, state
         least, greatest = table.min(), table.max()
         if not least >= 0:
             raise PositionError(f"an external table holds the position {least}", value=least)
         self._check_limit(greatest)
-        top = max(state.max_position, int(greatest)) if external.max_position is None else external.max_position
+        top = int(greatest) if external.max_position is None else external.max_position
         after = int(greatest) + 1 if external.next_position is None else external.next_position
-        if top < max(state.max_position, int(greatest)) or after < 0:
+        if top < greatest or after < 0:
             raise PositionError(
-                f"max_position {top} and next_position {after} cannot follow positions up to {max(state.max_position, greatest)}",
+                f"max_position {top} and next_position {after} cannot follow positions up to {greatest}",
                 value=(top, after),
-                limit=max(state.max_position, int(greatest)),
+                limit=int(greatest),
             )
+        top = max(top, state.max_position)
         self._check_limit(max(top, after - 1))
         run = TableRun(count, table.astype(self.dtype).tobytes())
         return (run,), PositionState(state.num_tokens + count, after, top)
@@ -280,9 +296,9 @@ class PositionScheme(Sealed):
         """Frames, rows and columns of placeholders in the whole of ``item``. Raises Unsupported or PositionError."""
         raise Unsupported(f"{self.name} has no media, {item} cannot be placed", item=item)
 
-    def frame_times(self, item: MediaItem, frames: int) -> Sequence[int]:
-        """Positions of the first ``frames`` frames of ``item`` along time, from its base; never falling."""
-        return range(frames)
+    def frame_times(self, item: MediaItem, first: int, stop: int) -> Sequence[int]:
+        """Positions of frames ``[first, stop)`` of ``item`` along time, from its base; never falling."""
+        return range(first, stop)
 
     def advance(self, last_time: int, height: int, width: int) -> int:
         """How far from a block's base the text after it stands; ``last_time`` is that of its last frame."""
@@ -339,9 +355,10 @@ class PositionScheme(Sealed):
             frames, height, width = self.merged_grid(item)
             last = first + stop - start
             _check_count(item, (start, stop), last, frames * height * width, count)
-            times = self.frame_times(item, -(-last // (height * width)))
+            frame = first // (height * width)
+            times = self.frame_times(item, frame, -(-last // (height * width)))
             self._check_limit(base + times[-1])
-            pieces = grid_runs(base, times, height, width, first, last)
+            pieces = grid_runs(base, frame, times, height, width, first, last)
             runs += pieces
             max_position = max(max_position, *(_greatest(piece) for piece in pieces))
             if item.unfinished:

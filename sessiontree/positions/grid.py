@@ -61,9 +61,9 @@ class Qwen25VL(Qwen2VL):
     family: ClassVar[str] = "qwen2_5_vl"
     defaults: ClassVar[Mapping[str, Any]] = {**Qwen2VL.defaults, "tokens_per_second": None, "time": None}
 
-    def frame_times(self, item: MediaItem, frames: int) -> Sequence[int]:
-        if item.modality == "image" or frames == 1:
-            return range(frames)
+    def frame_times(self, item: MediaItem, first: int, stop: int) -> Sequence[int]:
+        if item.modality == "image" or stop == 1:
+            return range(first, stop)
         rate = self._params.get("tokens_per_second")
         if rate is None:
             raise PositionError(f"{item}: {self.name} was not given tokens_per_second, which videos need", item=item)
@@ -71,14 +71,14 @@ class Qwen25VL(Qwen2VL):
         with np.errstate(over="ignore", invalid="ignore"):  # whatever overflows is over the limit below
             seconds = single(1.0 if item.second_per_grid_ts is None else item.second_per_grid_ts)
             if self.rule == "hf5":
-                times = np.arange(frames, dtype=single) * (single(rate) * seconds)
+                times = np.arange(first, stop, dtype=single) * (single(rate) * seconds)
             elif self.rule == "sglang":
-                times = (np.arange(frames, dtype=single) * seconds) * single(rate)
+                times = (np.arange(first, stop, dtype=single) * seconds) * single(rate)
             else:
-                times = np.arange(frames, dtype=np.float64) * (float(seconds) * rate)
-        if not times[-1] < self.max_position_limit:
+                times = np.arange(first, stop, dtype=np.float64) * (float(seconds) * rate)
+        if not float(times[-1]) < self.max_position_limit:
             raise PositionLimitExceeded(
-                f"{item}: frame {frames - 1} stands at {times[-1]}, {self.name}'s max_position_limit is {self.max_position_limit}",
+                f"{item}: frame {stop - 1} stands at {times[-1]}, {self.name}'s max_position_limit is {self.max_position_limit}",
                 item=item,
                 value=float(times[-1]),
                 limit=self.max_position_limit,

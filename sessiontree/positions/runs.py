@@ -77,21 +77,21 @@ def _write_run(run: Run, first: int, last: int, out: NDArray[Any]) -> None:
         out[:] = np.frombuffer(run.data, out.dtype).reshape(out.shape[0], run.length)[:, first:last]
 
 
-def grid_runs(base: int, times: Sequence[int], height: int, width: int, first: int, last: int) -> list[GridRun]:
-    """Runs for placeholders ``[first, last)`` of a block whose frame f stands at time ``base + times[f]``.
+def grid_runs(base: int, frame: int, times: Sequence[int], height: int, width: int, first: int, last: int) -> list[GridRun]:
+    """Runs for placeholders ``[first, last)`` of a block whose frame ``frame + f`` stands at time ``base + times[f]``.
 
     One run for each stretch of frames that are equally far apart; times that were rounded need several.
     """
     frame_size = height * width
     runs = []
-    frame = first // frame_size
-    end = -(-last // frame_size)
-    while frame < end:
-        step = times[frame + 1] - times[frame] if frame + 1 < end else 0
-        beyond = frame + 1
-        while beyond < end and times[beyond] - times[beyond - 1] == step:
+    at = 0
+    while at < len(times):
+        step = times[at + 1] - times[at] if at + 1 < len(times) else 0
+        beyond = at + 1
+        while beyond < len(times) and times[beyond] - times[beyond - 1] == step:
             beyond += 1
-        start, stop = max(first, frame * frame_size), min(last, beyond * frame_size)
-        runs.append(GridRun(stop - start, base, base + times[frame], step, height, width, start - frame * frame_size))
-        frame = beyond
+        begin = (frame + at) * frame_size
+        start, stop = max(first, begin), min(last, (frame + beyond) * frame_size)
+        runs.append(GridRun(stop - start, base, base + times[at], step, height, width, start - begin))
+        at = beyond
     return runs

@@ -54,6 +54,10 @@ class Limits(NamedTuple):
     reserve_output: int = 0
 
 
+#: For deriving children, of whatever index: readers do it, and no writer is to wait for them.
+_linking: Final = new_lock()
+
+
 class NodeIndex:
     """Nodes in commit order, add-only, with the two ways to find them: by id and by (parent, key).
 
@@ -67,7 +71,6 @@ class NodeIndex:
 
     __slots__ = (
         "__weakref__",
-        "_children_lock",
         "_children_seen",
         "_first_child",
         "_last_child",
@@ -110,7 +113,6 @@ class NodeIndex:
         self.by_key: dict[bytes, int] = {}
         self._tip_source = None if tip_source is None else weakref.ref(tip_source)
         self._tip_ids: dict[bytes, int] | None = None
-        self._children_lock: Any = None
         self._children_seen = 0
         self._first_child: dict[bytes, int] = {}
         self._last_child: dict[bytes, int] = {}
@@ -208,10 +210,7 @@ class NodeIndex:
         """Link every node that was added since the last time behind its elder siblings. No writer waits for it."""
         if self._children_seen == len(self.nodes):
             return
-        with self.lock:
-            if self._children_lock is None:
-                self._children_lock = new_lock()
-        with self._children_lock:
+        with _linking:
             siblings, base = self._next_sibling, self.base_count
             for at in range(self._children_seen, len(self.nodes)):
                 parent = self.nodes[at].parent

@@ -52,11 +52,15 @@ def to_transformers(
     if node.position_state(mode).open_block is not None:
         item = inputs.media_spans[-1][0] if inputs.media_spans else None
         raise Unsupported(f"{node!r} ends inside an item; transformers takes an item whole", item=item, prefix_len=prefix_len)
+    rows_seen = 0  # of the item the spans are in; another begins at row 0
     for (item, start, stop), row in zip(inputs.media_spans, inputs.first_rows, strict=True):
-        if start == prefix_len and row:
+        if row and row != rows_seen:
             raise Unsupported(
-                f"token {prefix_len} is inside {item}; transformers takes an item whole", item=item, prefix_len=prefix_len
+                f"the window from {prefix_len} on begins inside {item}; transformers takes an item whole",
+                item=item,
+                prefix_len=prefix_len,
             )
+        rows_seen = row + stop - start
         placeholder = params.get(f"{item.modality}_token_id")
         if placeholder is None:
             raise Unsupported(f"{node.scheme.name} was not given {item.modality}_token_id, which transformers scans for", item=item)

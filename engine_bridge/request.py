@@ -70,15 +70,7 @@ def request_inputs(
     clipped = clipped_spans(committed, min(prefix_len, committed.stop), min(stop, committed.stop))
     needed: dict[Any, MediaItem] = {}
     for item, *_ in clipped:
-        content = (
-            item.modality,
-            item.identity,
-            item.grid_thw,
-            item.second_per_grid_ts,
-            item.audio_feature_length,
-            item.target_sizes,
-        )
-        needed.setdefault(content, item)
+        needed.setdefault(item.content(), item)
     if features and needed:
         raise NeedsMedia(f"features of {', '.join(map(str, needed.values()))} are not held", items=tuple(needed.values()))
     delta = node.scheme.mrope_position_delta(node.position_state(mode))

@@ -125,7 +125,7 @@ class Draft:
 
     def extend(self, token_ids: TokenIds) -> None:
         """Take many tokens, or none if one of them cannot be. Raises TypeError and what :meth:`append` raises."""
-        data = token_bytes(token_ids)
+        data = token_bytes(token_ids, self._max_tokens)
         self._make_room(len(data) // TOKEN_BYTES)
         self._tokens.frombytes(data)
 

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sessiontree.digest import pack
 from sessiontree.errors import MediaSpanError, OutOfRange, Unsupported
-from sessiontree.media import MediaItem, placements
+from sessiontree.media import MediaItem, in_token_order, placements
 from sessiontree.node import Details, Link, Node, deepest_from, deepest_to
 from sessiontree.positions import ExternalPositions
 from sessiontree.positions.runs import TableRun
@@ -110,7 +111,7 @@ def plan_rewrite(node: Node, edits: Iterable[Edit | Sequence[Any]]) -> Plan:
         under_root = not made and parent.parent is None
         if not data and (source.start < source.stop or source is sources[changed] or under_root):
             continue  # emptied by the edits; or an empty turn, which says nothing under the root
-        turn = plan_turn(node.scheme, at, data, media, "input", source.role or "user", _key_of(source, data))
+        turn = plan_turn(node.scheme, at, data, media, "input", source.role or "user", _key_of(source, data, media))
         if not made and (stood := _next_on_path(node, parent)) is not None and stood.id == turn.id:
             parent, shared = stood, stood.stop  # what the edit made is what stood there
             continue
@@ -130,9 +131,12 @@ def _down_to(node: Node, first: Node) -> list[Node]:
     return found
 
 
-def _key_of(source: Node, data: bytes) -> str | None:
+def _key_of(source: Node, data: bytes, media: Sequence[MediaItem]) -> str | None:
     """The key of a rewritten turn: equal samples stay apart, as their sources do, and the same edit gives the same node."""
-    return None if source.key is None else f"rewritten/{sha256(source.id + data).hexdigest()}"
+    if source.key is None:
+        return None
+    content = pack([item.fields() for item in in_token_order(media)]) + data
+    return f"rewritten/{sha256(source.id + content).hexdigest()}"
 
 
 def _next_on_path(node: Node, parent: Node) -> Node | None:
@@ -228,7 +232,7 @@ def _moved(item: MediaItem, start: int, kept: Sequence[tuple[int, int, int]], ch
 def _table(node: Node) -> NDArray[Any] | None:
     """The position table of a turn whose positions came from elsewhere."""
     runs = node.decoded.runs
-    if isinstance(runs, int) or not isinstance(runs[0], TableRun):
+    if isinstance(runs, int) or not runs or not isinstance(runs[0], TableRun):
         return None
     return np.frombuffer(runs[0].data, node.scheme.dtype).reshape(node.scheme.num_axes, -1)
 

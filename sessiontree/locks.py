@@ -23,7 +23,8 @@ def new_lock() -> Any:
 
 def _open_all() -> None:
     for lock in list(_locks):
-        lock._at_fork_reinit()
+        if not lock._is_owned():  # what the forking thread holds itself, it will let go of in the child too
+            lock._at_fork_reinit()
 
 
 os.register_at_fork(after_in_child=_open_all)

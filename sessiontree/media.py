@@ -121,6 +121,10 @@ class MediaItem(Sealed):
             self.unfinished,
         )
 
+    def content(self) -> tuple[Any, ...]:
+        """Which content it is and how it was gridded, wherever it stands: what its features are kept by."""
+        return (self.modality, self.identity, *self.fields()[3:7])
+
     def __str__(self) -> str:
         return f"{self.modality} {self.identity[:4].hex()}"
 

@@ -7,6 +7,7 @@ calling the class.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, Final, Literal, NamedTuple
 
@@ -46,7 +47,8 @@ class Namespace(NamedTuple):
             raise TypeError(f"a namespace is a Namespace, a mapping or a tenant's name, not {type(value).__name__}")
         fields = dict(value or {})
         if unknown := fields.keys() - set(cls._fields):
-            raise TypeError(f"a namespace has {', '.join(cls._fields)}, not {', '.join(sorted(map(str, unknown)))}")
+            names = ", ".join(sorted(name if isinstance(name, str) else type(name).__name__ for name in unknown))
+            raise TypeError(f"a namespace has {', '.join(cls._fields)}, not {names}")
         return cls(
             **{name: None if field is None else checked_text(field, f"namespace field {name}") for name, field in fields.items()}
         )
@@ -242,6 +244,29 @@ class Node(Sealed):
         """(item, start, stop) for each span that meets the window, in path order and coordinates, clipped to the window."""
         return tuple((item, begin, end) for item, begin, end, _ in clipped_spans(self, *window(start, stop, self.stop)))
 
+    def shared_prefix_len(self, other: Node) -> int:
+        """How many tokens from the root on the two paths have alike: ids, media, and positions as decoded.
+
+        So many entries of one's KV cache serve the other, whatever nodes they are in. O(what stands behind the last node they
+        share).
+        """
+        depth = min(self.depth, other.depth)
+        one, two = self.ancestor(depth), other.ancestor(depth)
+        while one.id != two.id:
+            if one.parent is None or two.parent is None:
+                return 0
+            apart = one._jump.id != two._jump.id
+            one, two = (one._jump, two._jump) if apart else (one.parent, two.parent)
+        start, stop = one.stop, min(self.stop, other.stop)
+        mine, theirs = clipped_spans(self, start, stop), clipped_spans(other, start, stop)
+        for own, its in itertools.zip_longest(mine, theirs):
+            if own is None or its is None or (own[0].content(), *own[1:]) != (its[0].content(), *its[1:]):
+                stop = min(span[1] for span in (own, its) if span is not None)
+                break
+        alike = self.input_ids(start, stop) == other.input_ids(start, stop)
+        alike &= (self.positions(start, stop) == other.positions(start, stop)).all(axis=0)
+        return start + (len(alike) if alike.all() else int(alike.argmin()))
+
     def __len__(self) -> int:
         return self.stop - self.start
 
@@ -358,6 +383,8 @@ def _parent(node: Node) -> Node:
 
 def positions_in(node: Node, mode: Mode) -> TurnPositions:
     """The runs and state of a node in one mode."""
+    if not isinstance(mode, str):
+        raise TypeError(f"a mode is text, not {type(mode).__name__}")
     if mode == "as_decoded":
         return node.decoded
     if mode == "as_replayed":
@@ -383,7 +410,7 @@ def deepest_to(node: Node, length: int) -> Node:
 
 def write_positions(node: Node, start: int, stop: int, mode: Mode, out: NDArray[Any]) -> None:
     """Write the positions of path tokens ``[start, stop)`` into ``out``, (num_axes, stop - start)."""
-    positions_in(node, mode)
+    positions_in(node, mode)  # an empty window of an unknown mode is refused too
     if start == stop:
         return
     at = deepest_from(node, stop - 1)

@@ -8,6 +8,7 @@ always works; only heads are contested, and they move by compare-and-set. There 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, TypeVar
@@ -16,14 +17,14 @@ from numpy.typing import ArrayLike
 from pyrsistent import PMap, pmap
 
 from sessiontree.draft import Draft
-from sessiontree.edits import Edit, plan_rewrite
+from sessiontree.edits import Edit, Plan, plan_prefix, plan_rewrite
 from sessiontree.errors import OutOfRange, SessionExists, StaleSession, StoreClosed, UnknownSession
 from sessiontree.frozen import checked_text, freeze_metadata
 from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
 from sessiontree.node import NO_DETAILS, Details, Namespace, Node
 from sessiontree.positions import ExternalPositions, PositionScheme
-from sessiontree.tokens import TokenIds, token_array, token_bytes
+from sessiontree.tokens import TokenIds, in_range, token_array, token_bytes
 from sessiontree.tree import UNSET, Head, SessionTree
 from sessiontree.turns import Turn, plan_turn
 
@@ -50,7 +51,7 @@ class Session:
         self._store = store
         self._lock = new_lock()
         self._closed = False
-        self._drafts = 0  # how many got a key of their own
+        self._drafts = itertools.count(1)
 
     # Reading
 
@@ -162,26 +163,28 @@ class Session:
         with self._lock:
             self._check_open()
             node = self._tree._resolve(parent)
-            number = self._drafts
-            own = key
-            while own is None or (key is None and self._tree._has_key(node, own)):
-                number += 1
-                own = f"{self.id}/{self.incarnation}/{number}"
-            draft = Draft(node, role=role, metadata=frozen, key=own, max_tokens=self.max_tokens, commit=self._attach)
-            self._drafts = number
+            limit = self._limits.max_tokens
+            draft = Draft(node, role=role, metadata=frozen, key="" if key is None else key, max_tokens=limit, commit=self._attach)
+            while key is None:
+                # Only now: a draft that is refused uses up no key. In one step: nothing that comes in between gets the same.
+                own = f"{self.id}/{self.incarnation}/{next(self._drafts)}"
+                if not self._tree._has_key(node, own):
+                    draft._key = key = own
         return draft
 
     def _attach(self, parent: Node, turn: Turn, details: Details, reserved: int = 0) -> Node:
         # As _swap, without its calls: this is what every append and commit goes through.
+        carry = True
         with self._lock:
             while True:
                 if self._closed:
                     self._check_open()
                 before = self._tree
-                after, node = before._attach_alone(parent, turn, details, None, reserved)
+                after, node = before._attach_alone(parent, turn, details, None, reserved, carry)
                 if self._tree is before:
                     self._tree = after
                     return node
+                carry = False  # what comes in between may come in again: be quick
 
     def _swap(self, operation: Callable[[SessionTree], tuple[SessionTree, T]]) -> T:
         """Take the tree on by one operation, which gives the new tree and a result.
@@ -201,11 +204,17 @@ class Session:
 
     def truncate(self, node: Node | bytes, length: int) -> Node:
         """The first ``length`` tokens of a node's path. See :meth:`SessionTree.truncate`."""
-        return self._swap(lambda tree: tree.truncate(node, length))
+        source = self._tree._resolve(node)
+        return self._planned(source, plan_prefix(source, in_range(length, source.stop, "length", source)))
 
     def drop_last(self, node: Node | bytes, count: int) -> Node:
         """A node's path without its last ``count`` tokens. See :meth:`SessionTree.drop_last`."""
-        return self._swap(lambda tree: tree.drop_last(node, count))
+        source = self._tree._resolve(node)
+        return self._planned(source, plan_prefix(source, source.stop - in_range(count, source.stop, "count", source)))
+
+    def _planned(self, source: Node, plan: Plan) -> Node:
+        # Planned before the lock is taken, as long as that takes and whatever code of a caller's it runs.
+        return self._swap(lambda tree: tree._attach_all(source, plan))
 
     def replace(
         self,
@@ -221,7 +230,9 @@ class Session:
         positions: ExternalPositions | ArrayLike | None = None,
     ) -> Node:
         """A new branch from the node's parent, and ``head`` moved to it. See :meth:`SessionTree.replace`."""
-        ids, items = token_array(token_bytes(token_ids)), tuple(media)  # what runs callers' code runs once, outside the lock
+        # What runs a caller's code runs once, before the lock is taken.
+        ids, items, frozen = token_array(token_bytes(token_ids, self.max_tokens)), tuple(media), freeze_metadata(metadata)
+        table = positions if positions is None or isinstance(positions, ExternalPositions) else ExternalPositions(positions)
         return self._swap(
             lambda tree: tree.replace(
                 node,
@@ -230,17 +241,16 @@ class Session:
                 expected=expected,
                 media=items,
                 role=role,
-                metadata=metadata,
+                metadata=frozen,
                 key=key,
-                positions=positions,
+                positions=table,
             )
         )
 
     def rewrite(self, node: Node | bytes, edits: Iterable[Edit | Sequence[Any]]) -> Node:
         """A path like the node's with some of its tokens replaced. See :meth:`SessionTree.rewrite`."""
         source = self._tree._resolve(node)
-        plan = plan_rewrite(source, edits)  # as long as it takes, outside the lock
-        return self._swap(lambda tree: tree._attach_all(source, plan))
+        return self._planned(source, plan_rewrite(source, edits))
 
     def set_head(self, name: str, node: Node | bytes, expected: Head | Node | None = UNSET) -> Head:
         """Create or move a head, by compare-and-set where ``expected`` is given. See :meth:`SessionTree.set_head`."""

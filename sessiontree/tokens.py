@@ -131,6 +131,7 @@ def _converted(token_ids: Any) -> bytes:
         return ids.astype(INT32).tobytes()
     if isinstance(token_ids, str) or not isinstance(token_ids, Sequence):
         raise TypeError(f"token ids are a sequence or array of ints, not {type(token_ids).__name__}")
+    token_ids = list(token_ids)
     try:
         return array("i", token_ids).tobytes()
     except OverflowError:

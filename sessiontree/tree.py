@@ -39,6 +39,9 @@ class _Unset:
 
 UNSET: Final[Any] = _Unset()
 
+#: More layers than this are not let stand. Carrying keeps far fewer; writes that come in the middle of others do not carry.
+MAX_LAYERS: Final = 64
+
 
 class Head(NamedTuple):
     """A named place in a tree. ``version`` grows with every move of any head, so that it never repeats."""
@@ -74,6 +77,7 @@ class NodeIndex:
         "_children_seen",
         "_first_child",
         "_last_child",
+        "_linking",
         "_next_sibling",
         "_tip_ids",
         "_tip_source",
@@ -82,6 +86,7 @@ class NodeIndex:
         "busy",
         "by_id",
         "by_key",
+        "layers",
         "limits",
         "lock",
         "nodes",
@@ -105,6 +110,7 @@ class NodeIndex:
         self.base = base
         self.tip = tip
         self.base_count = base_count if tip is None else tip.depth + 1
+        self.layers: int = 0 if base is None else base.layers + 1
         self.lock = new_lock()
         self.busy = False
         self.writer = object()
@@ -114,6 +120,7 @@ class NodeIndex:
         self._tip_source = None if tip_source is None else weakref.ref(tip_source)
         self._tip_ids: dict[bytes, int] | None = None
         self._children_seen = 0
+        self._linking = False
         self._first_child: dict[bytes, int] = {}
         self._last_child: dict[bytes, int] = {}
         self._next_sibling = array("q")
@@ -134,14 +141,20 @@ class NodeIndex:
     def find(self, node_id: bytes, count: int) -> Node | None:
         """The node of this id among the first ``count``."""
         index: NodeIndex | None = self
+        tip: Node | None = None  # of the first fork on the way down: only its path is seen
         while index is not None:
             ordinal = index.by_id.get(node_id)
             if ordinal is not None and ordinal < count:
-                return index.nodes[ordinal - index.base_count]
-            if index.tip is not None:
-                return index._find_on_tip(node_id)
-            count = min(count, index.base_count)
-            index = index.base
+                return _on_path(tip, index.nodes[ordinal - index.base_count])
+            if index.tip is None:
+                count = min(count, index.base_count)
+                index = index.base
+                continue
+            tip = tip or index.tip
+            source = None if index._tip_source is None else index._tip_source()
+            if source is None:
+                return _on_path(tip, index._find_on_tip(node_id))
+            index, count = source, source.count  # where its path comes from, as long as that is there
         return None
 
     def find_child(self, parent: Node, child_id: bytes, key: str | None, count: int) -> Node | None:
@@ -168,13 +181,9 @@ class NodeIndex:
         return None
 
     def _find_on_tip(self, node_id: bytes) -> Node | None:
-        """A node of the forked path: as long as the index it was forked from is there, found without ids of its own."""
+        """A node of the forked path, by ids of its own."""
         tip = self.tip
         assert tip is not None
-        source = None if self._tip_source is None else self._tip_source()
-        if source is not None:
-            node = source.find(node_id, source.count)
-            return node if node is not None and node.depth <= tip.depth and tip.ancestor(node.depth).id == node_id else None
         if self._tip_ids is None:
             self._tip_ids = {node.id: node.depth for node in tip.path()}
         depth = self._tip_ids.get(node_id)
@@ -199,31 +208,51 @@ class NodeIndex:
                 child = index.tip.ancestor(parent.depth + 1)
                 if child.parent == parent:
                     found.append(child)
-            index._see_children()
+            if not index._see_children():
+                own = index.nodes[: visible - index.base_count]
+                found += [node for node in own if node.parent is not None and node.parent.id == parent.id]
+                continue
             ordinal = index._first_child.get(parent.id, -1)
             while 0 <= ordinal < visible:
                 found.append(index.nodes[ordinal - index.base_count])
                 ordinal = index._next_sibling[ordinal - index.base_count]
         return found
 
-    def _see_children(self) -> None:
-        """Link every node that was added since the last time behind its elder siblings. No writer waits for it."""
+    def _see_children(self) -> bool:
+        """Link every node that was added since the last time behind its elder siblings. No writer waits for it.
+
+        False where that is going on already, further down on this thread's stack or, before a fork, on another one.
+        """
         if self._children_seen == len(self.nodes):
-            return
+            return True
         with _linking:
-            siblings, base = self._next_sibling, self.base_count
-            for at in range(self._children_seen, len(self.nodes)):
-                parent = self.nodes[at].parent
-                if at == len(siblings):
-                    siblings.append(-1)
-                if parent is not None:
-                    elder = self._last_child.get(parent.id)
-                    if elder is None:
-                        self._first_child[parent.id] = base + at
-                    elif elder != base + at:  # it is where an interrupted call left off
-                        siblings[elder - base] = base + at
-                    self._last_child[parent.id] = base + at
-                self._children_seen = at + 1
+            if self._linking:
+                return False
+            self._linking = True
+            try:
+                siblings, base = self._next_sibling, self.base_count
+                for at in range(self._children_seen, len(self.nodes)):
+                    parent = self.nodes[at].parent
+                    if at == len(siblings):
+                        siblings.append(-1)
+                    if parent is not None:
+                        elder = self._last_child.get(parent.id)
+                        if elder is None:
+                            self._first_child[parent.id] = base + at
+                        elif elder != base + at:  # it is where an interrupted call left off
+                            siblings[elder - base] = base + at
+                        self._last_child[parent.id] = base + at
+                    self._children_seen = at + 1
+            finally:
+                self._linking = False
+        return True
+
+
+def _on_path(tip: Node | None, node: Node | None) -> Node | None:
+    """``node`` if it is on the path of ``tip``, where there is one."""
+    if tip is None or node is None:
+        return node
+    return node if node.depth <= tip.depth and tip.ancestor(node.depth).id == node.id else None
 
 
 @attrs.frozen(init=False, eq=False, repr=False)
@@ -505,12 +534,15 @@ class SessionTree(Sealed):
         Raises KeyTaken, LimitExceeded, OutOfRange.
         """
         with self._index.lock:
-            return self._attach_alone(parent, turn, details, extent, reserved)
+            return self._attach_alone(parent, turn, details, extent, reserved, True)
 
     def _attach_alone(
-        self, parent: Node, turn: Turn, details: Details, extent: Extent | None, reserved: int
+        self, parent: Node, turn: Turn, details: Details, extent: Extent | None, reserved: int, carry: bool
     ) -> tuple[SessionTree, Node]:
-        """As :meth:`_attach`, for who is alone in writing to the index, the owner of a session's."""
+        """As :meth:`_attach`, for who is alone in writing to the index, the owner of a session's.
+
+        ``carry``: whether there is time to take small layers together.
+        """
         index = self._index
         turn_id, data, media, origin, role, key, decoded, replayed = turn
         found = index.find_child(parent, turn_id, key, self._count)
@@ -523,12 +555,14 @@ class SessionTree(Sealed):
             self._check_limit(stop, reserved)
         if not data and parent.parent is None:
             raise OutOfRange("an empty turn under the root says nothing", value=0, limit=1)
-        mine = not index.busy
+        mine = self._writes and not index.busy
         if mine:
             index.busy = True
         try:
-            if not (mine and self._writes and index.base_count + len(index.nodes) == self._count):
-                index = _layer(self, index)
+            carry = carry and (mine or not self._writes)
+            newest = mine and index.base_count + len(index.nodes) == self._count
+            if not newest or (carry and index.layers > MAX_LAYERS):
+                index = _layer(self, index, carry)
             if extent is None:
                 extent = parent._extent
                 if not data:
@@ -553,25 +587,25 @@ class SessionTree(Sealed):
     def _check_limit(self, stop: int, reserved: int) -> None:
         allowed = self._index.limits.max_tokens
         if allowed is not None and stop > allowed - reserved:
-            kept = f", {reserved} of them kept for output" if reserved else ""
+            kept = f", {shown(reserved)} of them kept for output" if reserved else ""
             raise LimitExceeded(
-                f"a path of {stop} tokens; the session allows {allowed}{kept}", value=stop, limit=allowed - reserved
+                f"a path of {stop} tokens; the session allows {shown(allowed)}{kept}", value=stop, limit=allowed - reserved
             )
 
 
 def _place(head: Head | Node | None) -> str:
-    return f"version {head.version}, {head.node!r}" if isinstance(head, Head) else repr(head)
+    return f"version {shown(head.version)}, {head.node!r}" if isinstance(head, Head) else repr(head)
 
 
-def _layer(tree: SessionTree, index: NodeIndex) -> NodeIndex:
+def _layer(tree: SessionTree, index: NodeIndex, carry: bool) -> NodeIndex:
     """An index over what ``tree`` sees of ``index``.
 
-    Layers are carried over into it until each that stays is more than twice as large as the one above. So n layers cost
-    O(n log n) in all, and a lookup visits O(log n) of them.
+    With ``carry``, layers are carried over into it until each that stays is more than twice as large as the one above. So n layers
+    cost O(n log n) in all, and a lookup visits O(log n) of them.
     """
     count = tree._count
     carried: list[Node] = []
-    while index.base is not None:
+    while carry and index.base is not None:
         own = count - index.base_count
         below = index.base_count - index.base.base_count if index.base.base is not None else None
         if own > 2 * len(carried) and (carried or below is None or below > 2 * own):

@@ -39,6 +39,7 @@ def to_transformers(
             raise Unsupported(f"{len(nodes)} nodes at once; this version makes the inputs of one request at a time")
         node = nodes[0]
     inputs = request_inputs(node, prefix_len, device, mode)
+    prefix_len = inputs.prefix_len
     count = inputs.input_ids.shape[0]
     given: dict[str, torch.Tensor] = {
         "input_ids": inputs.input_ids[None],

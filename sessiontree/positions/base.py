@@ -314,8 +314,9 @@ class PositionScheme(Sealed):
 
     def _check_limit(self, position: Any) -> None:
         if not position < self.max_position_limit:
+            at = shown(position) if isinstance(position, int) else position
             raise PositionLimitExceeded(
-                f"position {position} is not below {self.name}'s max_position_limit of {self.max_position_limit}",
+                f"position {at} is not below {self.name}'s max_position_limit of {self.max_position_limit}",
                 value=position,
                 limit=self.max_position_limit,
             )

@@ -655,3 +655,79 @@ def test_a_turn_with_a_table_of_its_own_is_cut_with_its_table() -> None:
         session.truncate(own, 3)
     with pytest.raises(Unsupported):
         session.rewrite(node, [(0, 1, [6])])
+
+
+def test_a_keyed_turn_can_be_given_one_picture_or_another() -> None:
+    session = SessionStore.in_memory().create("s", scheme=vl("hf5"))
+    prompt = session.append(session.root, [1, 2, 3])
+    draft = session.draft(prompt)
+    draft.extend([4, 5])
+    reply = draft.commit()
+    shown = [session.rewrite(reply, [(5, 5, [9] * 4, [image(name, 0)])]) for name in ("a", "b", "a")]
+    assert shown[0] == shown[2] != shown[1]
+    assert [spans_of(node) for node in shown[:2]] == [[(identity("a"), 5, 9)], [(identity("b"), 5, 9)]]
+
+
+def test_an_empty_turn_inside_a_split_item_is_rewritten_with_it() -> None:
+    session = SessionStore.in_memory().create("s", scheme=vl("hf5"))
+    start = session.append(session.root, [1, 2, 3])
+    first = MediaItem("image", identity("i"), [(0, 2)], (1, 4, 4), unfinished=True)
+    rest = MediaItem("image", identity("i"), [(0, 2)], (1, 4, 4), placeholders_before=2)
+    part = session.append(start, [9, 9], media=[first])
+    empty = session.append(part, [], role="tool")
+    whole = session.append(empty, [9, 9], media=[rest])
+    for node in (empty, whole):
+        new = session.rewrite(node, [(0, 1, [7])])
+        assert new.input_ids().tolist() == [7, *node.input_ids(1).tolist()]
+        assert [turn.role for turn in new.path()] == [turn.role for turn in node.path()]
+        assert new.positions().tolist() == node.positions().tolist()
+        assert spans_of(new) == spans_of(node)
+
+
+@given(paths_and_edits(), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_the_shared_prefix_of_two_paths(case: Case, decode: bool) -> None:
+    """As a comparison from the first token says: ids, media and positions alike."""
+    tree, old = case.tree, case.node
+    if decode:
+        session = SessionStore.in_memory().create("s", scheme=old.scheme)
+        nodes = {tree.root.id: session.root}
+        for turn in old.path()[1:]:
+            assert turn.parent is not None
+            parent = nodes[turn.parent.id]
+            if turn.role == "assistant" and not turn.media:
+                draft = session.draft(parent)
+                draft.extend(turn.token_ids)
+                if not len(draft) and parent.parent is None:
+                    return
+                nodes[turn.id] = draft.commit()
+            else:
+                nodes[turn.id] = session.append(parent, turn.token_ids, media=turn.media, role=turn.role or "")
+        old, new = nodes[old.id], session.rewrite(nodes[old.id], case.edits)
+    else:
+        _, new = tree.rewrite(old, case.edits)
+    pairs = [(old, new), (new, old), (old, old), (new, new.path()[len(new.path()) // 2])]
+    for one, two in pairs:
+        stop = min(one.stop, two.stop)
+        same = 0
+        while same < stop:
+            if one.input_ids(same, same + 1) != two.input_ids(same, same + 1):
+                break
+            if one.positions(same, same + 1).tolist() != two.positions(same, same + 1).tolist():
+                break
+            ones, twos = one.media_spans(same, same + 1), two.media_spans(same, same + 1)
+            if [item.content() for item, _, _ in ones] != [item.content() for item, _, _ in twos]:
+                break
+            same += 1
+        assert one.shared_prefix_len(two) == same
+        if one is old and two is new:
+            reported = [link.reused_tokens for turn in new.path() for link in turn.links if link.kind == "derived_from"]
+            assert all(tokens <= same for tokens in reported)
+
+
+def test_paths_of_different_sessions_share_what_is_alike_in_one_namespace() -> None:
+    store = SessionStore.in_memory()
+    one, two, other = (store.create(name, scheme="text@hf5", namespace=name[0]) for name in ("a1", "a2", "b"))
+    nodes = [session.append(session.append(session.root, [1, 2]), [3, last]) for session, last in ((one, 4), (two, 5), (other, 4))]
+    assert nodes[0].shared_prefix_len(nodes[1]) == 3
+    assert nodes[0].shared_prefix_len(nodes[2]) == 0

@@ -1550,3 +1550,52 @@ def test_closed_sessions_leave_nothing() -> None:
     assert store.sessions() == ()
     again = store.create("one more", scheme="text@hf5")
     assert again.incarnation > 2_800
+
+
+def test_a_value_of_another_thread_leaves_the_sessions_index_alone() -> None:
+    """Appending to `session.tree` never marks the index, nor clears the mark of a writer who is at it."""
+    session = text_session()
+    prompt = session.append(session.root, [1])
+    index = session._tree._index
+    index.busy = True  # as while a writer of the session is in the middle of an addition
+    session.tree.append(prompt, [2])
+    assert index.busy
+    index.busy = False
+    for number in range(50):
+        session.tree.append(prompt, [3, number])
+        session.append(prompt, [4, number])
+    assert session._tree._index is index
+
+
+def test_fork_in_a_handler_while_the_lock_is_held() -> None:
+    session = text_session()
+    prompt = session.append(session.root, [1])
+    seen: list[int | None] = []
+
+    class Forking:
+        def __index__(self) -> int:
+            seen.append(forked(lambda: None))
+            return 2
+
+    def append() -> None:
+        session.append(prompt, [5])
+
+    with session._lock:
+        status = forked(append)
+    assert status == 0
+    assert session.append(prompt, [Forking()]).token_ids.tolist() == [2]  # type: ignore[list-item]
+    assert seen == [0]
+    reader, writer = os.pipe()
+
+    def child() -> None:
+        with session._lock:
+            if os.fork() == 0:
+                session.append(prompt, [6])
+                os.write(writer, b"y")
+            else:
+                os.wait()
+
+    assert forked(child) == 0
+    os.close(writer)
+    assert os.read(reader, 1) == b"y"
+    os.close(reader)

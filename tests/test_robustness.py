@@ -53,10 +53,9 @@ from sessiontree import (
     media_identity,
 )
 from sessiontree import tokens as tokens_module
-from sessiontree import tree as tree_module
+from sessiontree.index import NodeIndex
 from sessiontree.positions import scheme
 from sessiontree.tokens import Extent
-from sessiontree.tree import NodeIndex
 from tests.test_tree import IMAGE_PAD, identity, image, refused, tree_print, vl
 
 HUGE = 10**5000  # Python refuses to write it out: a message that tries is a ValueError
@@ -460,7 +459,7 @@ INTERRUPTED: dict[str, Any] = {
     "Extent.__init__": Extent.__init__,
     "Extent.append": Extent.append,
     "_new_arena": tokens_module._new_arena,
-    "_layer": tree_module._layer,
+    "layer": NodeIndex.layer,
     "NodeIndex._see_children": NodeIndex._see_children,
     "Session._attach": Session._attach,
     "Session._swap": Session._swap,

@@ -1,0 +1,240 @@
+"""The add-only index that the versions of a tree share: nodes in commit order, found by id, by key and by parent.
+
+A version of a tree is an index and a count: it sees the first ``count`` nodes. An index may lie over another one, as a layer over
+what an older version sees or over the path a session was forked at. Whoever writes holds its lock, or is alone in writing to it;
+readers need none, since they never look beyond their count. Nothing is ever taken out or changed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from typing import Final, NamedTuple
+
+from sessiontree.locks import new_lock
+from sessiontree.node import Node
+
+#: For deriving children, of whatever index: readers do it, and no writer is to wait for them.
+_linking: Final = new_lock()
+
+
+class Limits(NamedTuple):
+    """Context limits of a session: tokens on a path, and how many of them are kept free for output."""
+
+    max_tokens: int | None = None
+    reserve_output: int = 0
+
+
+class NodeIndex:
+    """Nodes in commit order, add-only, with the two ways to find them: by id and by (parent, key).
+
+    ``base``: what it lies over, either an older version of another index (that index and a count) or, for a forked session, the
+    path of ``tip``. Ordinals count from the bottom, so they agree in every layer. ``writer``: marks the extents it may write to;
+    they must not hold the index itself, or every node would hold every other. ``busy``: somebody is adding to it; whoever comes
+    in between on the same thread (a signal handler, a finalizer) leaves it alone.
+
+    Whatever interrupts an addition, each step leaves the index right: at worst a node stays in it that no version sees.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_children_seen",
+        "_first_child",
+        "_last_child",
+        "_linking",
+        "_next_sibling",
+        "_tip_ids",
+        "_tip_source",
+        "base",
+        "base_count",
+        "busy",
+        "by_id",
+        "by_key",
+        "layers",
+        "limits",
+        "lock",
+        "nodes",
+        "root",
+        "tip",
+        "writer",
+    )
+
+    def __init__(
+        self,
+        root: Node,
+        limits: Limits,
+        *,
+        base: NodeIndex | None = None,
+        base_count: int = 0,
+        tip: Node | None = None,
+        tip_source: NodeIndex | None = None,
+    ) -> None:
+        self.root = root
+        self.limits = limits
+        self.base = base
+        self.tip = tip
+        self.base_count = base_count if tip is None else tip.depth + 1
+        self.layers: int = 0 if base is None else base.layers + 1
+        self.lock = new_lock()
+        self.busy = False
+        self.writer = object()
+        self.nodes: list[Node] = []
+        self.by_id: dict[bytes, int] = {}  # bytes and ints only: the garbage collector never walks it
+        self.by_key: dict[bytes, int] = {}
+        self._tip_source = None if tip_source is None else weakref.ref(tip_source)
+        self._tip_ids: dict[bytes, int] | None = None
+        self._children_seen = 0
+        self._linking = False
+        self._first_child: dict[bytes, int] = {}
+        self._last_child: dict[bytes, int] = {}
+        self._next_sibling = array("q")
+
+    @property
+    def count(self) -> int:
+        return self.base_count + len(self.nodes)
+
+    def add(self, node: Node) -> None:
+        """Add a node; the lock is held and its id is not visible yet."""
+        nodes = self.nodes
+        ordinal = self.base_count + len(nodes)
+        nodes.append(node)
+        self.by_id[node.id] = ordinal
+        key = node.key
+        if key is not None and node.parent is not None:
+            self.by_key[node.parent.id + key.encode()] = ordinal
+
+    def find(self, node_id: bytes, count: int) -> Node | None:
+        """The node of this id among the first ``count``."""
+        index: NodeIndex | None = self
+        tip: Node | None = None  # of the first fork on the way down: only its path is seen
+        while index is not None:
+            ordinal = index.by_id.get(node_id)
+            if ordinal is not None and ordinal < count:
+                return _on_path(tip, index.nodes[ordinal - index.base_count])
+            if index.tip is None:
+                count = min(count, index.base_count)
+                index = index.base
+                continue
+            tip = tip or index.tip
+            source = None if index._tip_source is None else index._tip_source()
+            if source is None:
+                return _on_path(tip, index._find_on_tip(node_id))
+            index, count = source, source.count  # where its path comes from, as long as that is there
+        return None
+
+    def find_child(self, parent: Node, child_id: bytes, key: str | None, count: int) -> Node | None:
+        """A child of ``parent`` that has this id, or else this key, among the first ``count``."""
+        if key is None and not self.base_count and child_id not in self.by_id:
+            return None  # by far the commonest case: new content, one layer
+        slot = None if key is None else parent.id + key.encode()
+        index: NodeIndex | None = self
+        while index is not None:
+            ordinal = index.by_id.get(child_id)
+            if (ordinal is None or ordinal >= count) and slot is not None:
+                ordinal = index.by_key.get(slot)
+            if ordinal is not None and ordinal < count:
+                return index.nodes[ordinal - index.base_count]
+            tip = index.tip
+            if tip is not None:
+                if parent.depth < tip.depth:
+                    child = tip.ancestor(parent.depth + 1)
+                    if child.parent == parent and (child.id == child_id or (key is not None and child.key == key)):
+                        return child
+                return None
+            count = min(count, index.base_count)
+            index = index.base
+        return None
+
+    def _find_on_tip(self, node_id: bytes) -> Node | None:
+        """A node of the forked path, by ids of its own."""
+        tip = self.tip
+        assert tip is not None
+        if self._tip_ids is None:
+            self._tip_ids = {node.id: node.depth for node in tip.path()}
+        depth = self._tip_ids.get(node_id)
+        return None if depth is None else tip.ancestor(depth)
+
+    def layers_upward(self, count: int) -> list[tuple[NodeIndex, int]]:
+        """(layer, how many nodes are visible in it and below), the lowest first."""
+        found = []
+        index: NodeIndex | None = self
+        while index is not None:
+            found.append((index, count))
+            count = min(count, index.base_count)
+            index = index.base
+        found.reverse()
+        return found
+
+    def children(self, parent: Node, count: int) -> list[Node]:
+        """Children of ``parent`` among the first ``count``, in commit order."""
+        found: list[Node] = []
+        for index, visible in self.layers_upward(count):
+            if index.tip is not None and parent.depth < index.tip.depth:
+                child = index.tip.ancestor(parent.depth + 1)
+                if child.parent == parent:
+                    found.append(child)
+            if not index._see_children():
+                own = index.nodes[: visible - index.base_count]
+                found += [node for node in own if node.parent is not None and node.parent.id == parent.id]
+                continue
+            ordinal = index._first_child.get(parent.id, -1)
+            while 0 <= ordinal < visible:
+                found.append(index.nodes[ordinal - index.base_count])
+                ordinal = index._next_sibling[ordinal - index.base_count]
+        return found
+
+    def _see_children(self) -> bool:
+        """Link every node that was added since the last time behind its elder siblings. No writer waits for it.
+
+        False where that is going on already, further down on this thread's stack or, before a fork, on another one.
+        """
+        if self._children_seen == len(self.nodes):
+            return True
+        with _linking:
+            if self._linking:
+                return False
+            self._linking = True
+            try:
+                siblings, base = self._next_sibling, self.base_count
+                for at in range(self._children_seen, len(self.nodes)):
+                    parent = self.nodes[at].parent
+                    if at == len(siblings):
+                        siblings.append(-1)
+                    if parent is not None:
+                        elder = self._last_child.get(parent.id)
+                        if elder is None:
+                            self._first_child[parent.id] = base + at
+                        elif elder != base + at:  # it is where an interrupted call left off
+                            siblings[elder - base] = base + at
+                        self._last_child[parent.id] = base + at
+                    self._children_seen = at + 1
+            finally:
+                self._linking = False
+        return True
+
+    def layer(self, count: int, carry: bool) -> NodeIndex:
+        """An index over what the first ``count`` nodes are.
+
+        With ``carry``, layers are carried over into it until each that stays is more than twice as large as the one above. So n
+        layers cost O(n log n) in all, and a lookup visits O(log n) of them.
+        """
+        index = self
+        carried: list[Node] = []
+        while carry and index.base is not None:
+            own = count - index.base_count
+            below = index.base_count - index.base.base_count if index.base.base is not None else None
+            if own > 2 * len(carried) and (carried or below is None or below > 2 * own):
+                break
+            carried[:0] = index.nodes[:own]
+            count, index = index.base_count, index.base
+        layer = NodeIndex(index.root, index.limits, base=index, base_count=count)
+        for node in carried:
+            layer.add(node)
+        return layer
+
+
+def _on_path(tip: Node | None, node: Node | None) -> Node | None:
+    """``node`` if it is on the path of ``tip``, where there is one."""
+    if tip is None or node is None:
+        return node
+    return node if node.depth <= tip.depth and tip.ancestor(node.depth).id == node.id else None

@@ -223,8 +223,7 @@ class Node(Sealed):
     def input_ids(self, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
         """Path tokens ``[start, stop)``: (stop - start,) int32, read-only. Raises OutOfRange.
 
-        Up to 2**18 (262,144) tokens are a copy; a longer window is a view where the path lies in one arena. PyTorch ignores NumPy's
-        read-only flag, so make tensors with ``engine_bridge.request_inputs``, which copies, or of ``.copy()``.
+        A copy each time: whatever is done to it, by way of PyTorch too, which ignores NumPy's read-only flag, reaches no node.
         """
         first, last = window(start, stop, self.stop)
         return self._extent.read(first, last)

@@ -46,7 +46,6 @@ from sessiontree import (
     media_identity,
 )
 from sessiontree.positions import scheme
-from sessiontree.tokens import COPIED_WINDOW
 from tests.reference import Segment
 from tests.toy import (
     A_IDS,
@@ -592,7 +591,6 @@ def test_d41_windows_of_every_size(count: int) -> None:
 def test_d41_torch_from_numpy(count: int) -> None:
     """PyTorch writes through NumPy's read-only flag, so what it is given must be nobody else's memory.
 
-    Of windows longer than COPIED_WINDOW that is not promised (see Node.input_ids); here none is longer.
     A first child writes on in its parent's arena, its siblings open arenas of exactly their size: both, at every depth.
     """
     session = text_session()
@@ -611,10 +609,9 @@ def test_d41_torch_from_numpy(count: int) -> None:
             (0, min(count, source.stop)),
             (source.stop - 1, source.stop),
         ]:
-            torch.from_numpy(source.input_ids(max(start, stop - COPIED_WINDOW), stop)).fill_(1)
+            torch.from_numpy(source.input_ids(start, stop)).fill_(1)
             torch.as_tensor(source.positions(start, stop)).fill_(1)
-        if len(source) <= COPIED_WINDOW:
-            torch.from_numpy(source.token_ids).fill_(1)
+        torch.from_numpy(source.token_ids).fill_(1)
     assert (tree_digest(session.tree), draft.input_ids().tolist(), draft.positions().tolist()) == before
 
 

@@ -124,8 +124,6 @@ class NodeIndex:
 
     def find_child(self, parent: Node, child_id: bytes, key: str | None, count: int) -> Node | None:
         """A child of ``parent`` that has this id, or else this key, among the first ``count``."""
-        if key is None and not self.base_count and child_id not in self.by_id:
-            return None  # by far the commonest case: new content, one layer
         slot = None if key is None else parent.id + key.encode()
         index: NodeIndex | None = self
         while index is not None:

@@ -335,11 +335,12 @@ class SessionTree(Sealed):
         """
         index = self._index
         turn_id, data, media, origin, role, key, decoded, replayed = turn
-        found = index.find_child(parent, turn_id, key, self._count)
-        if found is not None:
-            if found.id != turn_id:
-                raise KeyTaken(f"key {key!r} under {parent!r} names other content: {found!r}", key=key, node=found)
-            return self, found
+        if key is not None or index.base_count or turn_id in index.by_id:  # else it is new: by far the commonest case
+            found = index.find_child(parent, turn_id, key, self._count)
+            if found is not None:
+                if found.id != turn_id:
+                    raise KeyTaken(f"key {key!r} under {parent!r} names other content: {found!r}", key=key, node=found)
+                return self, found
         stop = parent.stop + len(data) // TOKEN_BYTES
         if index.limits.max_tokens is not None:
             self._check_limit(stop, reserved)

@@ -80,29 +80,26 @@ def plan_rewrite(node: Node, edits: Iterable[Edit | Sequence[Any]]) -> Plan:
     changes = _checked(node, edits)
     if not changes:
         return Plan(node, ())
-    first = deepest_from(node, changes[0].start)
-    sources = _down_to(node, first)
+    sources = _down_to(node, deepest_from(node, changes[0].start))
     starts, stops = [change.start for change in changes], [change.stop for change in changes]
     turns = []
     for source in sources:
         of_source = slice(bisect_left(stops, source.start), bisect_right(starts, source.stop))
         turns.append(_rewritten(source, changes[of_source], takes_end=source is node))
 
-    parent = first.parent or first
-    changed = 0  # the first source that does not stay as it is
-    while changed < len(sources) and _same_tokens(sources[changed], *turns[changed]) == len(sources[changed]):
-        parent = sources[changed]
-        if len(turns[changed][0]) // TOKEN_BYTES > len(parent):
-            break
-        changed += 1
+    changed, same = _first_difference(sources, turns)
     if changed == len(sources):
-        return Plan(parent, ())
-    same = _same_tokens(sources[changed], *turns[changed])
-    shared = sources[changed].start + same
+        return Plan(node, ())
+    source = sources[changed]
+    shared = source.start + same
     made: list[Pending] = []
-    if 0 < same < len(sources[changed]):
-        parent, (beginning,) = plan_prefix(sources[changed], shared)
+    if same == len(source):
+        parent = source
+    elif same:
+        parent, (beginning,) = plan_prefix(source, shared)
         made.append(beginning)
+    else:
+        parent = source.parent or source
     data, media = turns[changed]
     turns[changed] = data[same * TOKEN_BYTES :], [part for item in media for part in _after(item, same)]
 
@@ -141,6 +138,15 @@ def _key_of(source: Node, data: bytes, media: Sequence[MediaItem]) -> str | None
 
 def _next_on_path(node: Node, parent: Node) -> Node | None:
     return node.ancestor(parent.depth + 1) if parent.depth < node.depth else None
+
+
+def _first_difference(sources: Sequence[Node], turns: Sequence[tuple[bytes, list[MediaItem]]]) -> tuple[int, int]:
+    """Which source is the first that does not stay as it is, and how many tokens at its beginning do."""
+    for number, (source, (data, media)) in enumerate(zip(sources, turns, strict=True)):
+        same = _same_tokens(source, data, media)
+        if same < len(source) or same < len(data) // TOKEN_BYTES:
+            return number, same
+    return len(sources), 0
 
 
 def _same_tokens(source: Node, data: bytes, media: Sequence[MediaItem]) -> int:

@@ -21,7 +21,6 @@ from sessiontree.errors import (
     FinishRefused,
     LimitExceeded,
     MediaSpanError,
-    OutOfRange,
     PositionLimitExceeded,
 )
 from sessiontree.frozen import checked_text, frozen_array, handed_out
@@ -34,9 +33,7 @@ from sessiontree.tokens import (
     TOKEN_BYTES,
     Position,
     TokenIds,
-    as_index,
     in_range,
-    shown,
     token_array,
     token_bytes,
     window,
@@ -91,11 +88,11 @@ class Draft:
         """``max_tokens``: limit of the path's length. ``commit``: attaches a planned turn and returns its node."""
         state = parent.position_state()
         if state.open_block is not None:
-            item = next(item for item in reversed(parent.media_spans()))
+            item, start, stop = parent.media_spans()[-1]
             raise MediaSpanError(
-                f"{parent!r} ends inside {item[0]}, tokens [{item[1]}, {item[2]}) so far; nothing can be generated there",
-                item=item[0],
-                span=item[1:],
+                f"{parent!r} ends inside {item}, tokens [{start}, {stop}) so far; nothing can be generated there",
+                item=item,
+                span=(start, stop),
             )
         self._parent = parent
         self._start = parent.stop
@@ -117,9 +114,7 @@ class Draft:
 
     def append(self, token_id: int) -> None:
         """Take one token. Raises OutOfRange, LimitExceeded, PositionLimitExceeded, DraftClosed; nothing is taken then."""
-        token = as_index(token_id, "token id")
-        if not 0 <= token <= MAX_TOKEN_ID:
-            raise OutOfRange(f"token is {shown(token)}, outside 0..{MAX_TOKEN_ID}", value=token, limit=MAX_TOKEN_ID)
+        token = in_range(token_id, MAX_TOKEN_ID, "token id", self)
         self._make_room(1)
         self._tokens.append(token)
 

@@ -85,10 +85,10 @@ def to_numpy(value: Any) -> Any:
         raise TypeError(f"the values of a {type(value).__name__} cannot be read: {error}") from None
 
 
-def frozen_array(values: ArrayLike, dtype: Any = None) -> NDArray[Any]:
+def frozen_array(values: ArrayLike) -> NDArray[Any]:
     """A read-only C-ordered copy of ``values`` over a ``bytes`` object of its own."""
     try:
-        array = np.asarray(to_numpy(values), dtype=dtype)
+        array = np.asarray(to_numpy(values))
     except ValueError as error:
         raise TypeError(f"no array can be made of it: {error}") from None
     if array.dtype.hasobject:

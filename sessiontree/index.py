@@ -15,7 +15,7 @@ from sessiontree.locks import new_lock
 from sessiontree.node import Node
 
 #: For deriving children, of whatever index: readers do it, and no writer is to wait for them.
-_linking: Final = new_lock()
+_children_lock: Final = new_lock()
 
 
 class Limits(NamedTuple):
@@ -188,7 +188,7 @@ class NodeIndex:
         """
         if self._children_seen == len(self.nodes):
             return True
-        with _linking:
+        with _children_lock:
             if self._linking:
                 return False
             self._linking = True

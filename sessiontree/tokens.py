@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from array import array
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,7 +136,6 @@ def _converted(token_ids: Any) -> bytes:
     except OverflowError:
         at = next(at for at, value in enumerate(token_ids) if not 0 <= operator.index(value) <= MAX_TOKEN_ID)
         _refuse(at, operator.index(token_ids[at]))
-        raise
 
 
 def _check_range(ids: range) -> None:
@@ -149,7 +148,7 @@ def _check_range(ids: range) -> None:
     _refuse(at, ids[at])
 
 
-def _refuse(at: int, value: int) -> None:
+def _refuse(at: int, value: int) -> NoReturn:
     raise OutOfRange(f"token {at} is {shown(value)}, outside 0..{MAX_TOKEN_ID}", index=at, value=value, limit=MAX_TOKEN_ID)
 
 

@@ -27,7 +27,6 @@ from sessiontree.media import MediaItem, Placement, placements
 from sessiontree.positions.runs import GridRun, Run, Runs, TableRun, TextRun, grid_runs, write
 from sessiontree.tokens import TOKEN_BYTES, Position, TokenIds, as_index, shown, token_bytes
 
-Rule = Literal["hf5", "sglang", "vllm"]
 RULES: Final = ("hf5", "sglang", "vllm")
 Mode = Literal["as_decoded", "as_replayed"]
 MODES: Final = ("as_decoded", "as_replayed")

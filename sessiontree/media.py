@@ -13,16 +13,38 @@ from typing import Any, Final, Literal, NamedTuple
 
 import attrs
 import numpy as np
+from pyrsistent import PMap
 
 from sessiontree.digest import ID_BYTES, pack
 from sessiontree.errors import LimitExceeded, MediaSpanError, OutOfRange, PositionError, Unsupported
-from sessiontree.frozen import MAX_DEPTH, Sealed, checked_text, freeze, freeze_metadata, no_subclasses, seal, to_numpy
+from sessiontree.frozen import (
+    EMPTY_METADATA,
+    MAX_DEPTH,
+    Sealed,
+    checked_text,
+    freeze,
+    freeze_metadata,
+    handed_out,
+    no_subclasses,
+    seal,
+    to_numpy,
+)
 from sessiontree.tokens import as_index, shown
 
 Modality = Literal["image", "video", "audio"]
 MODALITIES: Final = ("image", "video", "audio")
 MAX_COUNT: Final = 2**31
 Span = tuple[int, int]
+#: What :meth:`MediaItem.content` holds, in order; the last only where there is any.
+CONTENT_FIELDS: Final = (
+    "modality",
+    "identity",
+    "grid_thw",
+    "second_per_grid_ts",
+    "audio_feature_length",
+    "target_sizes",
+    "extra",
+)
 
 
 @attrs.frozen(init=False, repr=False)
@@ -35,9 +57,11 @@ class MediaItem(Sealed):
     ``second_per_grid_ts``: seconds per temporal grid step of a video. ``audio_feature_length``: frames of audio features.
     ``target_sizes``: (height, width) patches of each crop of a canvas.
     ``placeholders_before``: placeholders of this item that earlier nodes of the path hold; ``unfinished``: later nodes hold more.
+    ``extra``: fields of its processor that this library knows no name for, frozen to the bottom. They go wherever the item goes
+    and are part of what it is: their types count (1 is not 1.0), the order of keys does not.
 
     Raises TypeError for wrong types, MediaSpanError for spans that are empty, negative or overlap, PositionError for grids and
-    times that cannot be, Unsupported for another modality.
+    times that cannot be, Unsupported for another modality; for ``extra`` what metadata raise.
     """
 
     modality: Modality
@@ -49,6 +73,8 @@ class MediaItem(Sealed):
     target_sizes: tuple[Span, ...]
     placeholders_before: int
     unfinished: bool
+    _extra: PMap[str, Any] = attrs.field(eq=False)
+    _extra_field: tuple[()] | tuple[bytes] = attrs.field(init=False)  # its canonical bytes, by which items are equal and identified
 
     def __new__(
         cls,
@@ -61,6 +87,7 @@ class MediaItem(Sealed):
         target_sizes: Iterable[Sequence[int]] = (),
         placeholders_before: int = 0,
         unfinished: bool = False,
+        extra: Mapping[str, Any] | None = None,
     ) -> MediaItem:
         kind = checked_text(modality, "modality")
         if kind not in MODALITIES:
@@ -82,6 +109,9 @@ class MediaItem(Sealed):
         if not isinstance(unfinished, (bool, np.bool)):
             raise TypeError(f"unfinished is a bool, not {type(unfinished).__name__}")
         _SET["unfinished"](self, bool(unfinished))
+        frozen = _frozen_extra(extra)
+        _SET["_extra"](self, frozen)
+        _SET["_extra_field"](self, (pack(_canonical(frozen)),) if frozen else ())
         return self
 
     __init_subclass__ = no_subclasses
@@ -91,11 +121,17 @@ class MediaItem(Sealed):
         """Placeholder tokens that the spans of this node cover."""
         return sum(length for _, length in self.spans)
 
+    @property
+    def extra(self) -> PMap[str, Any]:
+        """Its processor's other fields; a copy each time."""
+        extra: PMap[str, Any] = handed_out(self._extra)
+        return extra
+
     def with_spans(
         self, spans: Iterable[Span], *, placeholders_before: int | None = None, unfinished: bool | None = None
     ) -> MediaItem:
         """The same item standing elsewhere; None keeps what it says of its other parts."""
-        return MediaItem(
+        moved = MediaItem(
             self.modality,
             self.identity,
             spans,
@@ -106,9 +142,15 @@ class MediaItem(Sealed):
             self.placeholders_before if placeholders_before is None else placeholders_before,
             self.unfinished if unfinished is None else unfinished,
         )
+        _SET["_extra"](moved, self._extra)  # shared, not frozen again: it may hold large arrays
+        _SET["_extra_field"](moved, self._extra_field)
+        return moved
 
     def fields(self) -> tuple[Any, ...]:
-        """What determines the item, packable and in a fixed order: the part of a node's identity that comes from it."""
+        """What determines the item, packable and in a fixed order: the part of a node's identity that comes from it.
+
+        Nine fields, and ``extra`` in its canonical bytes only where there is any: items without have the ids they always had.
+        """
         return (
             self.modality,
             self.identity,
@@ -119,11 +161,23 @@ class MediaItem(Sealed):
             self.target_sizes,
             self.placeholders_before,
             self.unfinished,
+            *self._extra_field,
         )
 
     def content(self) -> tuple[Any, ...]:
-        """Which content it is and how it was gridded, wherever it stands: what its features are kept by."""
-        return (self.modality, self.identity, *self.fields()[3:7])
+        """All that describes it, wherever it stands, packable: what its features are kept by, and what its parts agree in.
+
+        :data:`CONTENT_FIELDS` in order, without the last where ``extra`` is empty.
+        """
+        return (
+            self.modality,
+            self.identity,
+            self.grid_thw,
+            self.second_per_grid_ts,
+            self.audio_feature_length,
+            self.target_sizes,
+            *self._extra_field,
+        )
 
     def __str__(self) -> str:
         return f"{self.modality} {self.identity[:4].hex()}"
@@ -131,10 +185,11 @@ class MediaItem(Sealed):
     def __repr__(self) -> str:
         given = [f"{self.modality!r}", f"{self.identity[:4].hex()}…", f"spans={list(self.spans)}"]
         given += [f"{name}={value}" for name in _OPTIONAL if (value := getattr(self, name))]
+        given += [f"extra={dict(self._extra)}"] if self._extra else []
         return f"MediaItem({', '.join(given)})"
 
     def __reduce__(self) -> tuple[type[MediaItem], tuple[Any, ...]]:
-        return MediaItem, self.fields()
+        return MediaItem, (*self.fields()[:9], self.extra)
 
 
 _SET = seal(MediaItem)
@@ -192,9 +247,13 @@ def in_token_order(media: Iterable[MediaItem]) -> tuple[MediaItem, ...]:
 def media_identity(kind: str, data: Any, *, options: Mapping[str, Any] | None = None) -> bytes:
     """The 32-byte identity of some content.
 
-    ``kind``: what it is ("image", "video pixels", ...). ``data``: bytes, an array or tensor, or a list of them (nested lists
-    keep their boundaries). ``options``: the processor's options that shaped it. Type, shape, dtype and length of every piece
-    are part of the identity, so equal bytes of another shape are other content.
+    ``kind``: what it is ("image", "video pixels", ...). ``data``: bytes, an array or tensor, a picture, or a list of them
+    (nested lists keep their boundaries). ``options``: the processor's options that shaped it. Type, shape, dtype and length of
+    every piece are part of the identity, so equal bytes of another shape are other content.
+
+    A picture is what has the ``mode``, ``size``, ``tobytes()`` and ``getpalette()`` of a Pillow image. Its mode, size, pixels,
+    palette, transparency and EXIF orientation (image loaders turn by it) count; of an animation, those of the frame it stands at.
+    The rest of what its file says does not.
     """
     kind = checked_text(kind, "kind")
     digest = sha256(b"sessiontree media\0" + pack([kind, _canonical(freeze_metadata(options))]))
@@ -209,7 +268,7 @@ def _feed(digest: Any, data: Any, depth: int) -> None:
         digest.update(pack(["bytes", len(raw)]))
         digest.update(raw)
     elif isinstance(data, np.ndarray) and not data.dtype.hasobject:
-        digest.update(pack(["array", str(np.lib.format.dtype_to_descr(data.dtype)), data.shape]))
+        digest.update(pack(["array", _dtype_name(data.dtype), data.shape]))
         digest.update(data.tobytes())
     elif isinstance(data, (list, tuple)):
         if depth >= MAX_DEPTH:
@@ -220,8 +279,23 @@ def _feed(digest: Any, data: Any, depth: int) -> None:
     elif data is None or isinstance(data, (bool, int, float, str)):
         data = freeze(data, "media content")
         digest.update(pack(["scalar", type(data).__name__, data]))
+    elif all(hasattr(data, name) for name in ("mode", "size", "tobytes", "getpalette")):
+        raw = data.tobytes()  # first: it loads the picture, which can change all the rest
+        digest.update(pack(["picture", _canonical(freeze(_looks(data), "picture")), len(raw)]))
+        digest.update(raw)
     else:
-        raise TypeError(f"media content is bytes, arrays, or lists of them, not {type(data).__name__}")
+        raise TypeError(f"media content is bytes, arrays, pictures, or lists of them, not {type(data).__name__}")
+
+
+def _looks(picture: Any) -> list[Any]:
+    """All but its pixels that says how a picture looks."""
+    palette_mode = getattr(getattr(picture, "palette", None), "mode", None)
+    transparency = getattr(picture, "info", {}).get("transparency")
+    try:
+        orientation = picture.getexif().get(0x0112, 1)
+    except Exception:  # no EXIF, or none that can be read: then nobody turns the picture by it either
+        orientation = 1
+    return [picture.mode, picture.size, palette_mode, picture.getpalette(None), transparency, orientation]
 
 
 def _canonical(value: Any) -> Any:
@@ -234,8 +308,24 @@ def _canonical(value: Any) -> Any:
     if isinstance(value, frozenset):
         return ["set", sorted((_canonical(entry) for entry in value), key=pack)]
     if isinstance(value, np.ndarray):
-        return ["array", value.dtype.str, list(value.shape), value.tobytes()]
+        return ["array", _dtype_name(value.dtype), list(value.shape), value.tobytes()]
     return value
+
+
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    """``dtype.str``, which of records and of types that NumPy has from elsewhere (float8) says only the size; of those, more."""
+    if dtype.kind != "V":
+        return dtype.str
+    return str(np.lib.format.dtype_to_descr(dtype)) if dtype.type is np.void else f"{dtype.str} {dtype.name}"
+
+
+def _frozen_extra(extra: Any) -> PMap[str, Any]:
+    if extra is None:
+        return EMPTY_METADATA
+    if not isinstance(extra, Mapping):
+        raise TypeError(f"extra is a mapping, not {type(extra).__name__}")
+    frozen: PMap[str, Any] = freeze(extra, "extra")
+    return frozen
 
 
 def _rows(values: Any) -> Any:

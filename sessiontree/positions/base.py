@@ -11,6 +11,8 @@ Subclasses say what a block is (:meth:`~PositionScheme.merged_grid`, :meth:`~Pos
 
 from __future__ import annotations
 
+import itertools
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,7 +25,7 @@ from pyrsistent import PMap, pmap
 
 from sessiontree.errors import MediaSpanError, PositionError, PositionLimitExceeded, Unsupported
 from sessiontree.frozen import Sealed, checked_text, frozen_array, handed_out, no_subclasses, seal
-from sessiontree.media import MediaItem, Placement, placements
+from sessiontree.media import CONTENT_FIELDS, MediaItem, Placement, placements
 from sessiontree.positions.runs import GridRun, Run, Runs, TableRun, TextRun, grid_runs, write
 from sessiontree.tokens import TOKEN_BYTES, Position, TokenIds, as_index, shown, token_bytes
 
@@ -34,12 +36,13 @@ DEFAULT_POSITION_LIMIT: Final = 2**24
 
 
 class OpenBlock(NamedTuple):
-    """A block that a turn stopped inside: its item, the position of its first token, and how many placeholders stand so far."""
+    """A block that a turn stopped inside.
 
-    identity: bytes
-    modality: str
-    grid_thw: tuple[int, int, int] | None
-    second_per_grid_ts: float | None
+    ``content``: the item's :meth:`~sessiontree.media.MediaItem.content`, which the rest of it has to repeat. ``base``: the position
+    of its first token. ``placeholders``: how many stand so far.
+    """
+
+    content: tuple[Any, ...]
     base: int
     placeholders: int
 
@@ -215,6 +218,10 @@ class PositionScheme(Sealed):
         """Where the next prefilled text token stands."""
         return Position(state.next_position)
 
+    def num_placeholders(self, item: MediaItem) -> int:
+        """Placeholders of the whole of ``item``, however many of them a node holds. Raises Unsupported or PositionError."""
+        return math.prod(self.merged_grid(item))
+
     # What nodes use: runs instead of tables, token bytes instead of arrays
 
     def plan(self, state: PositionState, data: bytes, media: Sequence[MediaItem] = ()) -> tuple[Runs, PositionState]:
@@ -225,10 +232,12 @@ class PositionScheme(Sealed):
             return self._plan_blocks(state, count, placements(media, count))
         if not count:
             return base, state
-        after = base + count
+        stop, after = before + count, base + count
         if after > self.max_position_limit:
             self._check_limit(after - 1)
-        return base, _state((before + count, after, after - 1 if after > top else top, None))
+        if after == stop:
+            after = stop  # the same object: that is one int less to keep
+        return base, _state((stop, after, after - 1 if after > top else top, None))
 
     def plan_decode(self, state: PositionState, count: int) -> tuple[Runs, PositionState]:
         """Position runs of ``count`` generated tokens and the state after them."""
@@ -329,7 +338,7 @@ class PositionScheme(Sealed):
         if open_block is not None and count:
             if not placed or placed[0].start:
                 _refuse_inside(open_block, "other tokens cannot stand before the rest of it")
-            _check_continues(open_block, placed[0])
+            _check_continues(open_block, placed[0].item)
         for start, stop, item in placed:
             if seen.setdefault(id(item), start) != start:
                 raise MediaSpanError(
@@ -362,7 +371,7 @@ class PositionScheme(Sealed):
             runs += pieces
             max_position = max(max_position, *(_greatest(piece) for piece in pieces))
             if item.unfinished:
-                open_block = OpenBlock(item.identity, item.modality, item.grid_thw, item.second_per_grid_ts, base, last)
+                open_block = OpenBlock(item.content(), base, last)
             else:
                 open_block = None
                 next_position = base + self.advance(times[-1], height, width)
@@ -406,15 +415,18 @@ def _check_count(item: MediaItem, span: tuple[int, int], last: int, total: int, 
         )
 
 
-def _check_continues(open_block: OpenBlock, placement: Placement) -> None:
-    item = placement.item
-    given = (item.identity, item.modality, item.grid_thw, item.second_per_grid_ts, item.placeholders_before)
-    if given != (*open_block[:4], open_block.placeholders):
+def _check_continues(open_block: OpenBlock, item: MediaItem) -> None:
+    described = itertools.zip_longest(CONTENT_FIELDS, item.content(), open_block.content)
+    differing = [name for name, given, known in described if given != known]
+    if differing:
+        _refuse_inside(open_block, f"{item} is not the rest of it, it differs in {', '.join(differing)}", item)
+    if item.placeholders_before != open_block.placeholders:
         _refuse_inside(open_block, f"{item} with placeholders_before={item.placeholders_before} is not the rest of it", item)
 
 
 def _refuse_inside(open_block: OpenBlock, why: str, item: MediaItem | None = None) -> None:
-    what = f"{open_block.modality} {open_block.identity[:4].hex()}"
+    modality, identity, *_ = open_block.content
+    what = f"{modality} {identity[:4].hex()}"
     raise MediaSpanError(
         f"the path ends inside {what}, after {open_block.placeholders} placeholders: {why}", item=item or what, span=None
     )

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import torch
 
-from sessiontree import Draft, MediaItem, NeedsMedia, Node, OutOfRange
+from sessiontree import Draft, Features, MediaItem, NeedsMedia, Node, OutOfRange
 from sessiontree.node import MediaSpan, clipped_spans
 from sessiontree.positions import Mode
 from sessiontree.tokens import window
@@ -25,7 +25,8 @@ class RequestInputs:
     ``mrope_position_delta``: (1, 1), same dtype; the token at index i that is decoded after them stands at i + delta, whatever the
     window. ``media_spans``: (item, start, stop) clipped to the window, in path coordinates. ``first_rows``: for each of them, which
     row of the whole item's encoder output its first token takes. ``needed_items``: the items that have a placeholder in the
-    window, in path order, each content once. ``mode``: which positions these are.
+    window, in path order, each content once. ``features``: what the store holds for each of them, safe from eviction for as long
+    as this is held; None unless they were asked for. ``mode``: which positions these are.
     """
 
     input_ids: torch.Tensor
@@ -36,6 +37,7 @@ class RequestInputs:
     needed_items: tuple[MediaItem, ...]
     mode: Mode
     prefix_len: int
+    features: tuple[Features, ...] | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.positions.shape[1] != self.input_ids.shape[0]:  # never hand over a table narrower than its tokens
@@ -71,8 +73,7 @@ def request_inputs(
     needed: dict[Any, MediaItem] = {}
     for item, *_ in clipped:
         needed.setdefault(item.content(), item)
-    if features and needed:
-        raise NeedsMedia(f"features of {', '.join(map(str, needed.values()))} are not held", items=tuple(needed.values()))
+    held = _features(committed, tuple(needed.values())) if features else None
     delta = node.scheme.mrope_position_delta(node.position_state(mode))
     dtype = torch.int64 if positions.dtype.kind == "i" else torch.float32
     return RequestInputs(
@@ -84,4 +85,14 @@ def request_inputs(
         tuple(needed.values()),
         mode,
         prefix_len,
+        held,
     )
+
+
+def _features(node: Node, items: tuple[MediaItem, ...]) -> tuple[Features, ...]:
+    store = node.feature_store
+    if store is not None:
+        return store.need(items)
+    if items:
+        raise NeedsMedia(f"features of {', '.join(map(str, items))} are not held: {node!r} belongs to no open store", items=items)
+    return ()

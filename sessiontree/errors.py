@@ -28,6 +28,7 @@ __all__ = [
     "StoreClosed",
     "StoreFailed",
     "StoreLocked",
+    "UnknownAlias",
     "UnknownHead",
     "UnknownNode",
     "UnknownScheme",
@@ -64,6 +65,14 @@ class UnknownHead(SessionTreeError, KeyError):
     __str__ = Exception.__str__  # KeyError would show the repr of the message
 
 
+class UnknownAlias(SessionTreeError, KeyError):
+    """Nothing was named by this alias."""
+
+    alias: str
+
+    __str__ = Exception.__str__
+
+
 class UnknownScheme(SessionTreeError):
     """No position scheme has this name. ``known``: those that are."""
 
@@ -78,10 +87,12 @@ class SessionExists(SessionTreeError):
 
 
 class KeyTaken(SessionTreeError):
-    """``key`` names other content under the same parent. ``node``: the Node that has it."""
+    """``key`` names other content: under the same parent, where ``node`` is the Node that has it, or in the same namespace."""
 
     key: str
     node: Any
+    identity: bytes
+    item: Any
 
 
 class HeadMoved(SessionTreeError):

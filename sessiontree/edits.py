@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
 from sessiontree.digest import pack
 from sessiontree.errors import MediaSpanError, OutOfRange, Unsupported
@@ -39,6 +39,11 @@ class Plan(NamedTuple):
     parent: Node
     turns: tuple[Pending, ...]
 
+    @property
+    def stop(self) -> int:
+        """Tokens on the path."""
+        return self.turns[-1].turn.state.num_tokens if self.turns else self.parent.stop
+
 
 class _Change(NamedTuple):
     """An edit, checked."""
@@ -47,6 +52,32 @@ class _Change(NamedTuple):
     stop: int
     data: bytes
     media: tuple[MediaItem, ...]
+
+
+class Content(NamedTuple):
+    """What a turn is appended with."""
+
+    data: bytes
+    media: Iterable[MediaItem]
+    positions: ExternalPositions | ArrayLike | None
+
+
+def without_bos(content: Content, bos_token_id: int) -> Content:
+    """A turn without the BOS token it begins with, if it does: ids, spans and positions together.
+
+    Raises MediaSpanError where a media span covers it.
+    """
+    bos = as_index(bos_token_id, "a BOS token id").to_bytes(8, "little", signed=True)
+    data, media, positions = content.data, tuple(content.media), content.positions
+    if not data or data[:TOKEN_BYTES] != bos[:TOKEN_BYTES]:
+        return Content(data, media, positions)
+    for start, stop, item in placements(media, len(data) // TOKEN_BYTES)[:1]:
+        if start == 0:
+            raise MediaSpanError(f"{item}: span [{start}, {stop}) covers the BOS token to strip", item=item, span=(start, stop))
+    if positions is not None:
+        given = positions if isinstance(positions, ExternalPositions) else ExternalPositions(positions)
+        positions = ExternalPositions(given.positions[..., 1:], given.next_position, given.max_position)
+    return Content(data[TOKEN_BYTES:], items_behind(media, 1), positions)
 
 
 def plan_prefix(node: Node, length: int) -> Plan:
@@ -101,7 +132,7 @@ def plan_rewrite(node: Node, edits: Iterable[Edit | Sequence[Any]]) -> Plan:
     else:
         parent = source.parent or source
     data, media = turns[changed]
-    turns[changed] = data[same * TOKEN_BYTES :], [part for item in media for part in _after(item, same)]
+    turns[changed] = data[same * TOKEN_BYTES :], items_behind(media, same)
 
     for source, (data, media) in zip(sources[changed:], turns[changed:], strict=True):
         at = made[-1].turn if made else parent
@@ -117,6 +148,27 @@ def plan_rewrite(node: Node, edits: Iterable[Edit | Sequence[Any]]) -> Plan:
         links = (Link("derived_from", source.id, shared),)
         made.append(Pending(turn, Details(source._details.metadata, source.finish_reason, source.tail_policy, links)))
     return Plan(parent, tuple(made))
+
+
+def plan_linear(nodes: Sequence[Node]) -> Plan:
+    """One path through sibling turns in the order given: the first as it is, the others made anew behind it.
+
+    Raises OutOfRange for no nodes, Unsupported for nodes that are no siblings or whose positions came from elsewhere.
+    """
+    if not nodes:
+        raise OutOfRange("a path through no turns", value=0, limit=1)
+    first = nodes[0]
+    made: list[Pending] = []
+    for node in nodes[1:]:
+        if node.parent is None or node.parent != first.parent or node in nodes[: nodes.index(node)]:
+            raise Unsupported(f"{node!r} is no sibling of {first!r}, or stands there twice", node=node)
+        _refuse_table(node)
+        data = node._extent.read_bytes(node.start, node.stop)
+        at = made[-1].turn if made else first
+        turn = plan_turn(node.scheme, at, data, node.media, "input", node.role or "user", _key_of(node, data, node.media))
+        links = (Link("derived_from", node.id, node.start),)
+        made.append(Pending(turn, Details(node._details.metadata, node.finish_reason, node.tail_policy, links)))
+    return Plan(first, tuple(made))
 
 
 def _down_to(node: Node, first: Node) -> list[Node]:
@@ -163,11 +215,17 @@ def _same_tokens(source: Node, data: bytes, media: Sequence[MediaItem]) -> int:
     return same
 
 
-def _after(item: MediaItem, length: int) -> list[MediaItem]:
-    """What is left of ``item`` behind the first ``length`` tokens of its turn, which cut no span."""
-    spans = [(offset - length, size) for offset, size in item.spans if offset >= length]
-    before = item.num_placeholders - sum(size for _, size in spans)
-    return [item.with_spans(spans, placeholders_before=item.placeholders_before + before)] if spans else []
+def items_behind(media: Iterable[MediaItem], length: int) -> list[MediaItem]:
+    """What is left of ``media`` behind the first ``length`` tokens of their turn."""
+    left = []
+    for item in media:
+        spans = [(max(offset, length), offset + size) for offset, size in item.spans if offset + size > length]
+        if spans:
+            behind = sum(stop - start for start, stop in spans)
+            before = item.placeholders_before + item.num_placeholders - behind
+            moved = [(start - length, stop - start) for start, stop in spans]
+            left.append(item.with_spans(moved, placeholders_before=before))
+    return left
 
 
 def _checked(node: Node, edits: Iterable[Edit | Sequence[Any]]) -> list[_Change]:
@@ -235,27 +293,24 @@ def _moved(item: MediaItem, start: int, kept: Sequence[tuple[int, int, int]], ch
     return [item.with_spans(spans)] if spans else []
 
 
-def _table(node: Node) -> NDArray[Any] | None:
-    """The position table of a turn whose positions came from elsewhere."""
-    runs = node.decoded.runs
-    if isinstance(runs, int) or not runs or not isinstance(runs[0], TableRun):
-        return None
-    return np.frombuffer(runs[0].data, node.scheme.dtype).reshape(node.scheme.num_axes, -1)
+def has_table(node: Node) -> bool:
+    """Whether the positions of a turn came from elsewhere."""
+    return not isinstance(node.runs, int) and bool(node.runs) and isinstance(node.runs[0], TableRun)
 
 
 def _refuse_table(node: Node) -> None:
-    if _table(node) is not None:
+    if has_table(node):
         raise Unsupported(f"{node!r} has positions that came from elsewhere; it cannot be moved without new ones", node=node)
 
 
 def _table_prefix(node: Node, length: int) -> ExternalPositions | None:
     """The first columns of a turn's table, where what comes after them follows from them."""
-    table = _table(node)
-    if table is None:
+    if not has_table(node):
         return None
     assert node.parent is not None
+    table = node.positions(node.start)
     greatest = int(table.max())
-    state, before = node.decoded.state, node.parent.decoded.state
+    state, before = node.state, node.parent.state
     if (state.next_position, state.max_position) != (greatest + 1, max(before.max_position, greatest)):
         raise Unsupported(f"{node!r} came with a next position of its own; where a part of it continues is not known", node=node)
     return ExternalPositions(table[:, :length])

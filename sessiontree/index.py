@@ -7,15 +7,19 @@ readers need none, since they never look beyond their count. Nothing is ever tak
 
 from __future__ import annotations
 
+import itertools
+import os
 import weakref
 from array import array
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from sessiontree.locks import new_lock
 from sessiontree.node import Node
+from sessiontree.prefixes import PrefixIndex
 
-#: For deriving children, of whatever index: readers do it, and no writer is to wait for them.
-_children_lock: Final = new_lock()
+#: For deriving children and prefixes, of whatever index: readers do it, and no writer is to wait for them.
+_linking_lock: Final = new_lock()
 
 
 class Limits(NamedTuple):
@@ -43,6 +47,7 @@ class NodeIndex:
         "_last_child",
         "_linking",
         "_next_sibling",
+        "_prefixes",
         "_tip_ids",
         "_tip_source",
         "base",
@@ -84,10 +89,11 @@ class NodeIndex:
         self._tip_source = None if tip_source is None else weakref.ref(tip_source)
         self._tip_ids: dict[bytes, int] | None = None
         self._children_seen = 0
-        self._linking = False
+        self._linking = 0  # the process in which links are being made
         self._first_child: dict[bytes, int] = {}
         self._last_child: dict[bytes, int] = {}
         self._next_sibling = array("q")
+        self._prefixes: PrefixIndex | None = None
 
     @property
     def count(self) -> int:
@@ -97,6 +103,9 @@ class NodeIndex:
         """Add a node; the lock is held and its id is not visible yet."""
         nodes = self.nodes
         ordinal = self.base_count + len(nodes)
+        depth = node._up[3]
+        if depth == ordinal:
+            ordinal = depth  # the same object: where nobody branched, that is one int less to keep
         nodes.append(node)
         self.by_id[node.id] = ordinal
         key = node.key
@@ -163,35 +172,43 @@ class NodeIndex:
         found.reverse()
         return found
 
-    def children(self, parent: Node, count: int) -> list[Node]:
-        """Children of ``parent`` among the first ``count``, in commit order."""
-        found: list[Node] = []
+    def walk(self, count: int) -> Iterator[Node]:
+        """The first ``count`` nodes in commit order."""
         for index, visible in self.layers_upward(count):
+            if index.tip is not None:
+                yield from index.tip.path()
+            yield from index.nodes[: visible - index.base_count]
+
+    def children(self, parent: Node, count: int) -> list[tuple[int, Node]]:
+        """(ordinal, node) for the children of ``parent`` among the first ``count``, in commit order."""
+        found: list[tuple[int, Node]] = []
+        for index, visible in self.layers_upward(count):
+            base = index.base_count
             if index.tip is not None and parent.depth < index.tip.depth:
                 child = index.tip.ancestor(parent.depth + 1)
                 if child.parent == parent:
-                    found.append(child)
+                    found.append((child.depth, child))
             if not index._see_children():
-                own = index.nodes[: visible - index.base_count]
-                found += [node for node in own if node.parent is not None and node.parent.id == parent.id]
+                own = enumerate(index.nodes[: visible - base], base)
+                found += [(at, node) for at, node in own if node.parent is not None and node.parent.id == parent.id]
                 continue
             ordinal = index._first_child.get(parent.id, -1)
             while 0 <= ordinal < visible:
-                found.append(index.nodes[ordinal - index.base_count])
-                ordinal = index._next_sibling[ordinal - index.base_count]
+                found.append((ordinal, index.nodes[ordinal - base]))
+                ordinal = index._next_sibling[ordinal - base]
         return found
 
     def _see_children(self) -> bool:
         """Link every node that was added since the last time behind its elder siblings. No writer waits for it.
 
-        False where that is going on already, further down on this thread's stack or, before a fork, on another one.
+        False where that is going on already, further down on this thread's stack.
         """
         if self._children_seen == len(self.nodes):
             return True
-        with _children_lock:
-            if self._linking:
+        with _linking_lock:
+            if self._linking == os.getpid():
                 return False
-            self._linking = True
+            self._linking = os.getpid()
             try:
                 siblings, base = self._next_sibling, self.base_count
                 for at in range(self._children_seen, len(self.nodes)):
@@ -207,8 +224,35 @@ class NodeIndex:
                         self._last_child[parent.id] = base + at
                     self._children_seen = at + 1
             finally:
-                self._linking = False
+                self._linking = 0
         return True
+
+    def prefixes(self, count: int) -> PrefixIndex:
+        """The trie of the paths of at least the first ``count`` nodes.
+
+        Nodes that were added since the last time are added to it here, so that writers never pay for it.
+        """
+        known = self._prefixes
+        if known is not None and len(known.nodes) >= count:
+            return known
+        with _linking_lock:
+            if self._linking == os.getpid():
+                return self._add_prefixes(PrefixIndex(self.root), count)  # one for this call alone
+            self._linking = os.getpid()
+            try:
+                if self._prefixes is None:
+                    self._prefixes = PrefixIndex(self.root)
+                return self._add_prefixes(self._prefixes, max(count, self.count))
+            finally:
+                self._linking = 0
+
+    def _add_prefixes(self, prefixes: PrefixIndex, count: int) -> PrefixIndex:
+        if len(prefixes.nodes) < self.base_count:
+            for node in itertools.islice(self.walk(self.base_count), len(prefixes.nodes), None):
+                prefixes.add(node)
+        for node in self.nodes[len(prefixes.nodes) - self.base_count : count - self.base_count]:
+            prefixes.add(node)
+        return prefixes
 
     def layer(self, count: int, carry: bool) -> NodeIndex:
         """An index over what the first ``count`` nodes are.

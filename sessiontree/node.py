@@ -8,7 +8,9 @@ calling the class.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -16,12 +18,14 @@ from numpy.typing import NDArray
 from pyrsistent import PMap
 
 from sessiontree.digest import root_id
-from sessiontree.errors import PositionError
+from sessiontree.errors import OutOfRange, PositionError
+from sessiontree.features import FeatureStore
 from sessiontree.frozen import EMPTY_METADATA, Sealed, checked_text, frozen_array, handed_out, no_subclasses, seal
 from sessiontree.media import MediaItem
 from sessiontree.positions import MODES, Mode, PositionScheme, PositionState
 from sessiontree.positions.runs import Runs, write
-from sessiontree.tokens import Extent, Position, in_range, window
+from sessiontree.spans import Placeholders, common_placeholders, join_placeholders
+from sessiontree.tokens import INT32, Extent, Position, in_range, window
 
 Origin = Literal["input", "generated"]
 LinkKind = Literal["derived_from", "prefix_of"]
@@ -86,21 +90,41 @@ class TurnPositions(NamedTuple):
 
 
 class Lineage(NamedTuple):
-    """What is constant in a session: the fields of its root's id."""
+    """What is constant in a session: the fields of its root's id; and where features of its media are kept, if anywhere."""
 
     scheme: PositionScheme
     namespace: Namespace
     model_fingerprint: str
+    features: weakref.ref[FeatureStore] | None = None
+
+
+#: Every so many nodes, one holds all those above it up to the one before that does, so that paths are put together from tuples.
+PATH_BLOCK: Final = 32
+
+
+class Up(NamedTuple):
+    """The ways up from a node of ``depth`` and ``id``. Walks go from tuple to tuple, and meet nodes only at their end.
+
+    ``jump``: skew-binary, the ways up from an ancestor further up, so that ancestors are found in O(log depth). ``block``: the
+    ``PATH_BLOCK`` nodes above, in path order, of a node whose depth is a multiple of that. A root has none of these.
+    """
+
+    parent: Node | None
+    above: Up | None  # the parent's
+    jump: Up | None
+    depth: int
+    id: bytes
+    block: tuple[Node, ...] | None
 
 
 class Node(Sealed):
     """One turn. Equal and hashed by ``id``.
 
-    ``id``: 32 bytes over the parent's id and everything an engine computes from. ``parent``: None for a root. ``depth``: 0 for
-    a root. ``start``, ``stop``: its tokens on the path, half-open. ``media``: its items, by their first span, spans relative to
-    ``start``. ``origin``: "input" for prefilled tokens, "generated" for decoded ones. ``role``: None for a root. ``key``: the
-    caller's or the draft's key, None without one. ``decoded``, ``replayed``: position runs of its tokens and the state after them
-    in each mode; one object where the modes agree.
+    ``id``: 32 bytes over the parent's id and everything an engine computes from. ``parent``: None for a root. ``start``, ``stop``:
+    its tokens on the path, half-open. ``media``: its items, by their first span, spans relative to ``start``. ``origin``: "input"
+    for prefilled tokens, "generated" for decoded ones. ``role``: None for a root. ``key``: the caller's or the draft's key, None
+    without one. ``runs``, ``state``: position runs of its tokens and the state after them, as decoded; ``replayed``: the same as
+    replayed, None where the two agree.
 
     Not an attrs class: whatever walks the fields of those would walk the parents, one call deeper for each.
     """
@@ -109,11 +133,9 @@ class Node(Sealed):
         "__weakref__",
         "_details",
         "_extent",
-        "_jump",
         "_lineage",
+        "_up",
         "_with_media",
-        "decoded",
-        "depth",
         "id",
         "key",
         "media",
@@ -121,31 +143,38 @@ class Node(Sealed):
         "parent",
         "replayed",
         "role",
+        "runs",
         "start",
+        "state",
         "stop",
     )
 
     id: bytes
     parent: Node | None
-    depth: int
     start: int
     stop: int
     media: tuple[MediaItem, ...]
     origin: Origin
     role: str | None
     key: str | None
-    decoded: TurnPositions
-    replayed: TurnPositions
+    runs: Runs
+    state: PositionState
+    replayed: TurnPositions | None
     _details: Details
     _lineage: Lineage
     _extent: Extent
-    _jump: Node  # skew-binary: an ancestor further up, so that ancestors are found in O(log depth)
+    _up: Up
     _with_media: Node | None  # the nearest node on the path, itself included, that has media
 
     __init_subclass__ = no_subclasses
 
     def __new__(cls) -> Node:
         raise TypeError("nodes are made by append, commit and the like, not by calling Node")
+
+    @property
+    def depth(self) -> int:
+        """How many nodes stand above it; 0 for a root."""
+        return self._up[3]
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
@@ -189,14 +218,20 @@ class Node(Sealed):
         return self._lineage.model_fingerprint
 
     @property
+    def feature_store(self) -> FeatureStore | None:
+        """Where features of its media are kept: its store's. None outside a store, or when that is gone."""
+        features = self._lineage.features
+        return None if features is None else features()
+
+    @property
     def next_position(self) -> Position:
         """Where the next prefilled text token stands, given the positions its path was decoded with."""
-        return self._lineage.scheme.next_position(self.decoded.state)
+        return self._lineage.scheme.next_position(self.state)
 
     @property
     def mrope_position_delta(self) -> int:
         """max_position + 1 - stop, as decoded: the token at index i that is decoded next stands at i + delta."""
-        return self._lineage.scheme.mrope_position_delta(self.decoded.state)
+        return self._lineage.scheme.mrope_position_delta(self.state)
 
     def position_state(self, mode: Mode = "as_decoded") -> PositionState:
         """The state that positions after this node continue from."""
@@ -204,29 +239,54 @@ class Node(Sealed):
 
     def path(self) -> tuple[Node, ...]:
         """The nodes from the root, depth 0, to this one."""
-        nodes = []
-        node: Node | None = self
-        while node is not None:
-            nodes.append(node)
-            node = node.parent
-        nodes.reverse()
-        return tuple(nodes)
+        run = [self]
+        parent, above, _, _, _, block = self._up
+        while block is None and parent is not None and above is not None:
+            run.append(parent)
+            parent, above, _, _, _, block = above
+        run.reverse()
+        blocks: list[Sequence[Node]] = [run]
+        while block is not None:
+            blocks.append(block)
+            block = block[0]._up.block
+        blocks.reverse()
+        return tuple(itertools.chain.from_iterable(blocks))
 
     def ancestor(self, depth: int) -> Node:
         """The node at ``depth`` on its path, itself included, in O(log depth). Raises OutOfRange."""
-        depth = in_range(depth, self.depth, "depth", self)
-        node = self
-        while node.depth > depth:
-            node = node._jump if node._jump.depth >= depth else _parent(node)
-        return node
+        up = self._up
+        at = up[3]
+        if depth.__class__ is not int or not 0 <= depth <= at:
+            depth = in_range(depth, at, "depth", self)
+        if depth == at:
+            return self
+        while at > depth + 1:
+            _, above, jump, _, _, _ = up
+            up = jump if jump[3] > depth else above  # type: ignore[index, assignment]  # only the root has none
+            at = up[3]
+        return up[0]  # type: ignore[return-value]
 
-    def input_ids(self, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
+    def node_at(self, index: int) -> Node:
+        """The node of its path that holds token ``index``, in O(log depth). Raises OutOfRange outside 0..stop - 1."""
+        if not self.stop:
+            raise OutOfRange(f"{self!r} has no tokens on its path", value=index, limit=0)
+        return deepest_from(self, in_range(index, self.stop - 1, "token index", self))
+
+    def input_ids(self, start: int = 0, stop: int | None = None, *, copy: bool = True) -> NDArray[np.int32]:
         """Path tokens ``[start, stop)``: (stop - start,) int32, read-only. Raises OutOfRange.
 
-        A copy each time: whatever is done to it, by way of PyTorch too, which ignores NumPy's read-only flag, reaches no node.
+        A copy, unless asked otherwise: whatever is done to it, by way of PyTorch too, which ignores NumPy's read-only flag,
+        reaches no node. With ``copy=False`` it is a view of what everybody reads, without touching the tokens: for code that only
+        reads. The path of a fork is gathered when it is first viewed, and kept under the store's ``path_cache_bytes``.
         """
-        first, last = window(start, stop, self.stop)
-        return self._extent.read(first, last)
+        if copy:
+            first, last = window(start, stop, self.stop)
+            return self._extent.read(first, last)
+        if stop is None and start == 0 and start.__class__ is int:
+            extent = self._extent
+            if not extent.origin and self.stop:
+                return np.frombuffer(extent.buffer, INT32, self.stop)
+        return self._extent.view(*window(start, stop, self.stop))
 
     def positions(self, start: int = 0, stop: int | None = None, mode: Mode = "as_decoded") -> NDArray[Any]:
         """Positions of path tokens ``[start, stop)``: (num_axes, stop - start) in the scheme's dtype, read-only.
@@ -249,19 +309,11 @@ class Node(Sealed):
         So many entries of one's KV cache serve the other, whatever nodes they are in. O(what stands behind the last node they
         share).
         """
-        depth = min(self.depth, other.depth)
-        one, two = self.ancestor(depth), other.ancestor(depth)
-        while one.id != two.id:
-            if one.parent is None or two.parent is None:
-                return 0
-            apart = one._jump.id != two._jump.id
-            one, two = (one._jump, two._jump) if apart else (one.parent, two.parent)
-        start, stop = one.stop, min(self.stop, other.stop)
-        mine, theirs = clipped_spans(self, start, stop), clipped_spans(other, start, stop)
-        for own, its in itertools.zip_longest(mine, theirs):
-            if own is None or its is None or (own[0].content(), *own[1:]) != (its[0].content(), *its[1:]):
-                stop = min(span[1] for span in (own, its) if span is not None)
-                break
+        shared = lowest_common_ancestor(self, other)
+        if shared is None:
+            return 0
+        start, stop = shared.stop, min(self.stop, other.stop)
+        stop = common_placeholders(placed_media(self, start, stop), placed_media(other, start, stop), start, stop)
         alike = self.input_ids(start, stop) == other.input_ids(start, stop)
         alike &= (self.positions(start, stop) == other.positions(start, stop)).all(axis=0)
         return start + (len(alike) if alike.all() else int(alike.argmin()))
@@ -283,53 +335,49 @@ class Node(Sealed):
         what = f"role={self.role!r}, {self.origin}" if self.parent is not None else f"root of {self.scheme.name}"
         return f"<Node {self.id[:4].hex()} depth={self.depth} tokens=[{self.start}, {self.stop}) {what}{media}>"
 
-    def __reduce__(self) -> Any:
-        raise TypeError("a node is part of a tree and is not pickled on its own")
-
 
 _SET = seal(Node)
 _new = object.__new__
 _set_id = _SET["id"]
 _set_parent = _SET["parent"]
-_set_depth = _SET["depth"]
 _set_start = _SET["start"]
 _set_stop = _SET["stop"]
 _set_media = _SET["media"]
 _set_origin = _SET["origin"]
 _set_role = _SET["role"]
 _set_key = _SET["key"]
-_set_decoded = _SET["decoded"]
+_set_runs = _SET["runs"]
+_set_state = _SET["state"]
 _set_replayed = _SET["replayed"]
 _set_details = _SET["_details"]
 _set_lineage = _SET["_lineage"]
 _set_extent = _SET["_extent"]
-_set_jump = _SET["_jump"]
+_set_up = _SET["_up"]
 _set_with_media = _SET["_with_media"]
 
 
 def make_root(lineage: Lineage, extent: Extent) -> Node:
     """The root of a session: no tokens, depth 0."""
-    scheme, namespace, fingerprint = lineage
+    scheme = lineage.scheme
     state = scheme.initial_state()
-    placed = TurnPositions(state.next_position, state)
-    params = list(scheme.params.items())
+    identity = root_id(scheme.name, list(scheme.params.items()), lineage.namespace, lineage.model_fingerprint)
     node: Node = _new(Node)
     fields: dict[str, Any] = {
-        "id": root_id(scheme.name, params, namespace, fingerprint),
+        "id": identity,
         "parent": None,
-        "depth": 0,
         "start": 0,
         "stop": 0,
         "media": (),
         "origin": "input",
         "role": None,
         "key": None,
-        "decoded": placed,
-        "replayed": placed,
+        "runs": state.next_position,
+        "state": state,
+        "replayed": None,
         "_details": NO_DETAILS,
         "_lineage": lineage,
         "_extent": extent,
-        "_jump": node,
+        "_up": Up(None, None, None, 0, identity, None),
         "_with_media": None,
     }
     for name, value in fields.items():
@@ -345,33 +393,47 @@ def make_child(
     origin: Origin,
     role: str,
     key: str | None,
-    decoded: TurnPositions,
-    replayed: TurnPositions,
+    runs: Runs,
+    state: PositionState,
+    replayed: TurnPositions | None,
     details: Details,
     extent: Extent,
 ) -> Node:
     """A node over tokens that ``extent`` already holds; everything was checked by the caller."""
     node: Node = _new(Node)
-    depth = parent.depth
-    jump = parent._jump
-    jump_depth = jump.depth
+    above = parent._up
+    _, _, jump, depth, _, _ = above
+    beyond = None if jump is None else jump[2]
+    jump = beyond if beyond is not None and depth - jump[3] == jump[3] - beyond[3] else above  # type: ignore[index]
+    depth += 1
     _set_id(node, identity)
     _set_parent(node, parent)
-    _set_depth(node, depth + 1)
     _set_start(node, parent.stop)
     _set_stop(node, stop)
     _set_media(node, media)
     _set_origin(node, origin)
     _set_role(node, role)
     _set_key(node, key)
-    _set_decoded(node, decoded)
+    _set_runs(node, runs)
+    _set_state(node, state)
     _set_replayed(node, replayed)
     _set_details(node, details)
     _set_lineage(node, parent._lineage)
     _set_extent(node, extent)
-    _set_jump(node, jump._jump if depth - jump_depth == jump_depth - jump._jump.depth else parent)
+    _set_up(node, _up((parent, above, jump, depth, identity, None if depth % PATH_BLOCK else _block_above(parent))))
     _set_with_media(node, node if media else parent._with_media)
     return node
+
+
+_up = partial(tuple.__new__, Up)  # as Up(...), without a Python call
+
+
+def _block_above(node: Node) -> tuple[Node, ...]:
+    block = [node]
+    for _ in range(PATH_BLOCK - 1):
+        block.append(_parent(block[-1]))
+    block.reverse()
+    return tuple(block)
 
 
 def _parent(node: Node) -> Node:
@@ -380,31 +442,74 @@ def _parent(node: Node) -> Node:
     return parent
 
 
+def lowest_common_ancestor(one: Node, two: Node) -> Node | None:
+    """The deepest node that is on both paths, in O(log depth); None where the roots differ."""
+    depth = min(one._up[3], two._up[3])
+    one, two = one.ancestor(depth), two.ancestor(depth)
+    if one.id == two.id:
+        return one
+    # What two paths share are mostly the same objects, which costs less to see than equal ids.
+    left, right = one._up, two._up
+    while True:
+        parent, above, jump, _, _, _ = left
+        _, other_above, other_jump, _, _, _ = right
+        if above is other_above:
+            break
+        if jump is other_jump:
+            left, right = above, other_above  # type: ignore[assignment]  # only the root has none
+        else:
+            left, right = jump, other_jump  # type: ignore[assignment]
+    if left[4] != right[4]:
+        return parent
+    # The same node in two objects: ids alone say how much further down the paths are the same.
+    left, right = one._up, two._up
+    while True:
+        parent, above, jump, _, _, _ = left
+        _, other_above, other_jump, _, _, _ = right
+        if above[4] == other_above[4]:  # type: ignore[index]
+            return parent
+        if jump[4] == other_jump[4]:  # type: ignore[index]
+            left, right = above, other_above  # type: ignore[assignment]
+        else:
+            left, right = jump, other_jump  # type: ignore[assignment]
+
+
 def positions_in(node: Node, mode: Mode) -> TurnPositions:
     """The runs and state of a node in one mode."""
     if not isinstance(mode, str):
         raise TypeError(f"a mode is text, not {type(mode).__name__}")
-    if mode == "as_decoded":
-        return node.decoded
+    if mode == "as_decoded" or (mode == "as_replayed" and node.replayed is None):
+        return TurnPositions(node.runs, node.state)
     if mode == "as_replayed":
+        assert node.replayed is not None
         return node.replayed
     raise PositionError(f"no positions {mode!r}; a mode is one of {', '.join(MODES)}", mode=mode)
 
 
 def deepest_from(node: Node, index: int) -> Node:
     """The deepest node of ``node``'s path that starts at or before token ``index``, in O(log depth)."""
-    while node.start > index:
-        jump = node._jump
-        node = jump if jump.start > index else _parent(node)
-    return node
+    if node.start <= index:
+        return node
+    up = node._up
+    while True:  # up from a node that starts behind the index
+        parent, above, jump, _, _, _ = up
+        assert parent is not None and above is not None and jump is not None  # the root starts at 0
+        if parent.start <= index:
+            return parent
+        up = jump if jump[0] is not None and jump[0].stop > index else above
 
 
 def deepest_to(node: Node, length: int) -> Node:
     """The deepest node of ``node``'s path that ends at or before token ``length``, in O(log depth)."""
-    while node.stop > length:
-        jump = node._jump
-        node = jump if jump.stop > length else _parent(node)
-    return node
+    if node.stop <= length:
+        return node
+    up = node._up
+    while True:  # up from a node that ends behind the length
+        parent, above, jump, _, _, _ = up
+        assert parent is not None and above is not None and jump is not None  # the root ends at 0
+        if parent.stop <= length:
+            return parent
+        up = jump if jump[0] is not None and jump[0].stop > length else above
 
 
 def write_positions(node: Node, start: int, stop: int, mode: Mode, out: NDArray[Any]) -> None:
@@ -443,3 +548,11 @@ def clipped_spans(node: Node, start: int, stop: int) -> list[tuple[MediaItem, in
         at = _parent(at)._with_media
     found.reverse()
     return found
+
+
+def placed_media(node: Node, start: int, stop: int) -> list[Placeholders]:
+    """The placeholders of path tokens ``[start, stop)``."""
+    pieces = (Placeholders(begin, end, item.content(), first) for item, begin, end, first in clipped_spans(node, start, stop))
+    placed: list[Placeholders] = []
+    join_placeholders(placed, pieces)
+    return placed

@@ -1,30 +1,37 @@
-"""Token ids: checked once at the edge, kept once in shared arenas, read as copies that nobody else has.
+"""Token ids: checked once at the edge, kept once in shared extents, read as copies or as read-only views.
 
 Inside the package a run of tokens is ``bytes`` of little-endian int32. An :class:`Extent` is a growable arena for one line of
 descent: a node that ends where its extent ends lets its first child write on in place, every other child opens an extent of
-its own that copies nothing. Bytes are written once, before any node that covers them exists, and never again; growth makes a
-new buffer and leaves old ones to their readers. Writing needs the lock of the extent's writer; reading needs none.
+its own that copies nothing. A :class:`PathCache` keeps whole paths of such forks, gathered once, under a byte budget.
 
-No view of an arena goes out: NumPy's read-only flag means nothing to ``torch.from_numpy``, so a tensor over a view could write to
-everybody's history. A copy costs 0.4 µs for 16 tokens, 4 µs for 131,072.
+Publication. Bytes are written once, before any node that covers them exists, and never again; growth makes a new buffer,
+copies, and only then replaces the old one, which stays with its readers. What a reader without a lock takes is one attribute,
+``buffer``; where it begins never changes. Writing needs the lock of the extent's writer; reading needs none.
+
+NumPy's read-only flag means nothing to ``torch.from_numpy``, so a tensor over a view could write to everybody's history. Hence
+copies unless the caller asks for a view: 0.4 µs for 16 tokens, 4 µs for 131,072, 70 µs for a million.
 """
 
 from __future__ import annotations
 
 import operator
+import weakref
 from array import array
+from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sessiontree.errors import LimitExceeded, OutOfRange
 from sessiontree.frozen import to_numpy
+from sessiontree.locks import new_lock
 
 INT32: Final = np.dtype("<i4")
 TOKEN_BYTES: Final = 4
 MAX_TOKEN_ID: Final = 2**31 - 1
+_MANY: Final = 16_384  # bytes, from which on NumPy is faster than bytes are
 
 _NO_TOKENS: Final[NDArray[np.int32]] = np.frombuffer(bytes(TOKEN_BYTES), INT32)[:0]
 
@@ -106,7 +113,8 @@ def token_bytes(token_ids: Any, most: int | None = None) -> bytes:
     else:
         data = _converted(token_ids)
     # The sign bit of a little-endian int32 is the top bit of its fourth byte, which is what isascii() looks for.
-    if not data[3::TOKEN_BYTES].isascii():
+    few = len(data) < _MANY
+    if not data[3::TOKEN_BYTES].isascii() if few else np.frombuffer(data, INT32).min() < 0:
         ids = np.frombuffer(data, INT32)
         at = int((ids < 0).argmax())
         _refuse(at, int(ids[at]))
@@ -161,28 +169,33 @@ class Extent:
     """A growable run of token bytes that begins at path index ``origin``; what lies before is the business of ``parent``.
 
     ``end``: path index after the last token written. ``writer``: a mark of whoever may write to it, under a lock of theirs.
-    ``buffer`` is published whole: a reader takes it once, and whatever its node covers is in it.
+    ``buffer`` is published whole: a reader takes it once, and whatever its node covers is in it. ``paths``: where the whole
+    path is kept once it was gathered.
     """
 
-    __slots__ = ("buffer", "end", "origin", "parent", "writer")
+    __slots__ = ("__weakref__", "_pen", "buffer", "end", "origin", "parent", "paths", "writer")
 
-    def __init__(self, writer: object, parent: Extent | None, origin: int, data: bytes) -> None:
+    def __init__(self, writer: object, parent: Extent | None, origin: int, data: bytes, paths: PathCache) -> None:
         self.writer = writer
         self.parent = parent
         self.origin = origin
         self.end = origin + len(data) // TOKEN_BYTES
-        self.buffer: bytes | bytearray = data  # bytes until there is something to write behind them
+        self.paths = paths
+        self.buffer = data
+        self._pen: memoryview | None = None  # none until there is something to write behind the first tokens
 
     def append(self, data: bytes) -> None:
         """Write ``data`` behind the last token. The caller holds the writer's lock and has seen that ``end`` is its own."""
         used = (self.end - self.origin) * TOKEN_BYTES
         needed = used + len(data)
-        buffer = self.buffer
-        if isinstance(buffer, bytes) or needed > len(buffer):
-            larger = bytearray(max(64, needed + needed // 2))
-            larger[:used] = memoryview(buffer)[:used]
-            self.buffer = buffer = larger
-        buffer[used:needed] = data
+        pen = self._pen
+        if pen is None or needed > len(pen):
+            larger, pen = _writable(max(64, needed + needed // 4))
+            pen[:used] = memoryview(self.buffer)[:used]
+            self._pen = None  # an interrupt in between must not leave the pen of another buffer
+            self.buffer = larger
+            self._pen = pen
+        pen[used:needed] = data
         self.end += len(data) // TOKEN_BYTES
 
     def read(self, start: int, stop: int) -> NDArray[np.int32]:
@@ -195,6 +208,21 @@ class Extent:
         end = (stop - self.origin) * TOKEN_BYTES
         # Not a slice of the buffer itself: of all of a bytes object, that is no copy.
         return np.frombuffer(memoryview(self.buffer)[offset:end].tobytes(), INT32)
+
+    def view(self, start: int, stop: int) -> NDArray[np.int32]:
+        """Path tokens ``[start, stop)`` of a node on this extent, as a read-only int32 view of what everybody reads."""
+        if start == stop:
+            return _NO_TOKENS
+        extent: Extent | None = self
+        while extent is not None and stop <= extent.origin:
+            extent = extent.parent
+        assert extent is not None
+        if start >= extent.origin:
+            return np.frombuffer(extent.buffer, INT32, stop - start, (start - extent.origin) * TOKEN_BYTES)
+        path = extent.paths.read(extent, stop)
+        if path is None:
+            return np.frombuffer(extent.read_bytes(start, stop), INT32)
+        return np.frombuffer(path, INT32, stop - start, start * TOKEN_BYTES)
 
     def read_bytes(self, start: int, stop: int) -> bytes:
         """Path tokens ``[start, stop)`` as bytes, gathered over the extents that hold them."""
@@ -209,3 +237,116 @@ class Extent:
             extent = extent.parent
         pieces.reverse()
         return b"".join(pieces)
+
+
+class _Gathered(NamedTuple):
+    """The path of a fork as it was last read: ``buffer`` holds path tokens ``[0, stop)``. ``pen`` writes behind them."""
+
+    extent: weakref.ref[Extent]
+    stop: int
+    buffer: bytes
+    pen: memoryview | None
+
+
+class PathCache:
+    """Whole paths of forks, each gathered when it is first read as a view, the least recently read dropped first.
+
+    ``budget_bytes``: what the buffers kept here may take; ``held_bytes``: what they take. A path that was read is a view from
+    then on, and grows with its extent by the new tokens alone. Readers never wait: who finds another at work gathers for itself.
+    """
+
+    __slots__ = ("_busy", "_dead", "_held", "_lock", "_paths", "budget_bytes")
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self._lock = new_lock()
+        self._busy = False
+        self._held = 0
+        self._paths: OrderedDict[int, _Gathered] = OrderedDict()  # by id of the extent
+        self._dead: deque[int] = deque()  # extents that went; finalizers run anywhere, so they only leave word
+
+    @property
+    def held_bytes(self) -> int:
+        """What the paths kept here take, those of extents that are gone not counted."""
+        with self._lock:
+            self._bury()
+            return self._held
+
+    def clear(self) -> None:
+        """Drop all paths. Views that readers hold stay."""
+        with self._lock:
+            self._paths.clear()
+            self._held = 0
+
+    def read(self, extent: Extent, stop: int) -> bytes | None:
+        """A buffer that begins with path tokens ``[0, stop)``; None where it cannot be kept, or somebody is at work here."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            if self._busy:  # further down on this thread's stack
+                return None
+            self._busy = True
+            try:
+                return self._read(extent, stop)
+            finally:
+                self._busy = False
+        finally:
+            self._lock.release()
+
+    def _read(self, extent: Extent, stop: int) -> bytes | None:
+        self._bury()
+        key = id(extent)
+        known = self._paths.get(key)
+        if known is not None and known.extent() is extent and known.stop >= stop:
+            self._paths.move_to_end(key)
+            return known.buffer
+        needed = stop * TOKEN_BYTES
+        if needed > self.budget_bytes:
+            return None
+        if known is None or known.extent() is not extent:
+            dead = self._dead
+            made = _Gathered(weakref.ref(extent, lambda _: dead.append(key)), stop, extent.read_bytes(0, stop), None)
+        else:
+            made = known
+            if made.pen is None or needed > len(made.pen):
+                larger, pen = _writable(min(needed + needed // 4, self.budget_bytes))
+                pen[: made.stop * TOKEN_BYTES] = memoryview(made.buffer)[: made.stop * TOKEN_BYTES]
+                made = made._replace(buffer=larger, pen=pen)
+            assert made.pen is not None
+            made.pen[made.stop * TOKEN_BYTES : needed] = extent.read_bytes(made.stop, stop)
+            made = made._replace(stop=stop)
+        self._held += len(made.buffer) - (0 if known is None else len(known.buffer))
+        self._paths[key] = made
+        self._paths.move_to_end(key)
+        while self._held > self.budget_bytes:
+            self._forget(next(iter(self._paths)))
+        return made.buffer
+
+    def _bury(self) -> None:
+        while self._dead:
+            key = self._dead.popleft()
+            known = self._paths.get(key)
+            if known is not None and known.extent() is None:
+                self._forget(key)
+
+    def _forget(self, key: int) -> None:
+        self._held -= len(self._paths.pop(key).buffer)
+
+
+class _Memory:
+    """Lets NumPy write to memory that belongs to ``owner``."""
+
+    def __init__(self, owner: bytes) -> None:
+        of_owner = np.frombuffer(owner, np.uint8).__array_interface__
+        self.__array_interface__ = of_owner | {"data": (of_owner["data"][0], False)}
+        self.owner = owner
+
+
+def _writable(size: int) -> tuple[bytes, memoryview]:
+    """A new bytes object, zeroed, and the one way to write to it.
+
+    Views of it go out. Over a bytearray, or a memoryview of one, ``.base`` would lead to something that can be written to.
+    """
+    buffer = bytes(size)
+    memory: Any = np.asarray(_Memory(buffer))
+    return buffer, memoryview(memory)

@@ -18,11 +18,12 @@ from sessiontree.frozen import checked_text
 from sessiontree.media import MediaItem, in_token_order
 from sessiontree.node import NO_DETAILS, Details, Node, Origin, TurnPositions
 from sessiontree.positions import ExternalPositions, PositionScheme, PositionState
+from sessiontree.positions.runs import Runs
 from sessiontree.tokens import TOKEN_BYTES, Extent
 
 
 class Turn(NamedTuple):
-    """A turn ready to be a node: its id, token bytes, what it is, and its positions in both modes."""
+    """A turn ready to be a node: its id, token bytes, what it is, and its positions, as for a node."""
 
     id: bytes
     data: bytes
@@ -30,8 +31,9 @@ class Turn(NamedTuple):
     origin: Origin
     role: str
     key: str | None
-    decoded: TurnPositions
-    replayed: TurnPositions
+    runs: Runs
+    state: PositionState
+    replayed: TurnPositions | None
 
 
 def plan_turn(
@@ -52,49 +54,38 @@ def plan_turn(
         role = checked_text(role, "role")
     if key is not None:
         key = checked_text(key, "key")
-    decoded_state, replayed_state = parent.decoded.state, parent.replayed.state
+    before = parent.state
+    otherwise = None if parent.replayed is None else parent.replayed.state  # where replaying leads to another state
     items: tuple[MediaItem, ...] = tuple(media)
     table: Any = None
     if external is not None:
         external = external if isinstance(external, ExternalPositions) else ExternalPositions(external)
-        if external.max_position is not None and external.max_position < decoded_state.max_position:
+        if external.max_position is not None and external.max_position < before.max_position:
             raise PositionError(
-                f"max_position {external.max_position} is below the path's own, {decoded_state.max_position}",
+                f"max_position {external.max_position} is below the path's own, {before.max_position}",
                 value=external.max_position,
-                limit=decoded_state.max_position,
+                limit=before.max_position,
             )
-        decoded = _table_positions(scheme, decoded_state, data, items, external)
-        table = (decoded.runs, decoded.state) if data else None
-        replayed = decoded if replayed_state is decoded_state else _table_positions(scheme, replayed_state, data, items, external)
+        count = len(data) // TOKEN_BYTES
+        placed = scheme.plan_table(before, count, external, items)
+        replayed = None if otherwise is None else scheme.plan_table(otherwise, count, external, items)
+        table = placed if data else None
     elif origin == "input":
-        decoded = _positions(scheme.plan(decoded_state, data, items))
-        replayed = decoded if replayed_state is decoded_state else _positions(scheme.plan(replayed_state, data, items))
+        placed = scheme.plan(before, data, items)
+        replayed = None if otherwise is None else scheme.plan(otherwise, data, items)
     else:
-        decoded = _positions(scheme.plan_decode(decoded_state, len(data) // TOKEN_BYTES))
-        replayed = _positions(scheme.plan(replayed_state, data))
-        if replayed == decoded:
-            replayed = decoded
+        placed = scheme.plan_decode(before, len(data) // TOKEN_BYTES)
+        replayed = scheme.plan(otherwise or before, data)
+    differs = None if replayed is None or replayed == placed else TurnPositions(*replayed)
     if items:
         items = in_token_order(items)
         head = content_prefix(origin, role, key, tuple(item.fields() for item in items), table)
     else:
         head = content_prefix(origin, role, key, (), table)
-    return _turn((node_id(parent.id, head, data), data, items, origin, role, key, decoded, replayed))
+    return _turn((node_id(parent.id, head, data), data, items, origin, role, key, *placed, differs))
 
 
-# As TurnPositions(...) and Turn(...), without a Python call.
-_positions = partial(tuple.__new__, TurnPositions)
-_turn = partial(tuple.__new__, Turn)
-
-
-def _table_positions(
-    scheme: PositionScheme,
-    state: PositionState,
-    data: bytes,
-    media: tuple[MediaItem, ...],
-    external: ExternalPositions,
-) -> TurnPositions:
-    return TurnPositions(*scheme.plan_table(state, len(data) // TOKEN_BYTES, external, media))
+_turn = partial(tuple.__new__, Turn)  # as Turn(...), without a Python call
 
 
 class Pending(NamedTuple):

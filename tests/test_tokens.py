@@ -15,7 +15,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from sessiontree import Node, OutOfRange, SessionStore, extend_drafts
-from sessiontree.tokens import Extent, token_bytes
+from sessiontree.tokens import Extent, PathCache, token_bytes
 from tests.test_tree import refused, text_tree
 
 MAX_ID = 2**31 - 1
@@ -289,11 +289,11 @@ def test_old_views_outlive_growth() -> None:
 
 
 def test_an_extent_reads_what_was_written_across_its_parents() -> None:
-    owner = object()
-    root = Extent(owner, None, 0, b"")
+    owner, paths = object(), PathCache(2**20)
+    root = Extent(owner, None, 0, b"", paths)
     root.append(token_bytes(range(10)))
-    middle = Extent(owner, root, 6, token_bytes(range(100, 105)))
-    tip = Extent(owner, middle, 8, token_bytes(range(200, 203)))
+    middle = Extent(owner, root, 6, token_bytes(range(100, 105)), paths)
+    tip = Extent(owner, middle, 8, token_bytes(range(200, 203)), paths)
     tip.append(token_bytes([300]))
     middle.append(token_bytes(range(400, 500)))
     root.append(token_bytes(range(500, 600)))
@@ -301,6 +301,7 @@ def test_an_extent_reads_what_was_written_across_its_parents() -> None:
     for start in range(13):
         for stop in range(start, 13):
             assert tip.read(start, stop).tolist() == whole[start:stop]
+            assert tip.view(start, stop).tolist() == whole[start:stop]
             assert tip.read_bytes(start, stop) == naive(whole[start:stop])
     assert middle.read(0, 11).tolist() == [*whole[:8], 102, 103, 104]
     assert root.read(0, 10).tolist() == list(range(10))

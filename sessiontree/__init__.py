@@ -4,6 +4,7 @@ Sessions are trees of turns with text, images and video. Every node is immutable
 and branching make new nodes that share everything with their parent.
 """
 
+from sessiontree import pickling as _pickling  # noqa: F401  # nodes and trees can be pickled from here on
 from sessiontree.draft import Draft, extend_drafts
 from sessiontree.edits import Edit
 from sessiontree.errors import (
@@ -26,16 +27,21 @@ from sessiontree.errors import (
     StoreClosed,
     StoreFailed,
     StoreLocked,
+    UnknownAlias,
     UnknownHead,
     UnknownNode,
     UnknownScheme,
     UnknownSession,
     Unsupported,
 )
+from sessiontree.features import Features
 from sessiontree.media import MediaItem, media_identity
 from sessiontree.node import Link, Namespace, Node
 from sessiontree.positions import ExternalPositions, PositionScheme, PositionState
-from sessiontree.store import Session, SessionStore
+from sessiontree.prefixes import PrefixMatch
+from sessiontree.query import Diff, Problem
+from sessiontree.record import Fork, Recorded
+from sessiontree.store import Session, SessionStore, Usage
 from sessiontree.tokens import Position
 from sessiontree.tree import Head, SessionTree
 
@@ -43,11 +49,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CorruptTree",
+    "Diff",
     "Draft",
     "DraftClosed",
     "Edit",
     "ExternalPositions",
+    "Features",
     "FinishRefused",
+    "Fork",
     "Head",
     "HeadMoved",
     "IncompatibleStore",
@@ -66,6 +75,9 @@ __all__ = [
     "PositionLimitExceeded",
     "PositionScheme",
     "PositionState",
+    "PrefixMatch",
+    "Problem",
+    "Recorded",
     "Session",
     "SessionExists",
     "SessionStore",
@@ -75,11 +87,13 @@ __all__ = [
     "StoreClosed",
     "StoreFailed",
     "StoreLocked",
+    "UnknownAlias",
     "UnknownHead",
     "UnknownNode",
     "UnknownScheme",
     "UnknownSession",
     "Unsupported",
+    "Usage",
     "extend_drafts",
     "media_identity",
 ]

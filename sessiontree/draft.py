@@ -185,9 +185,7 @@ class Draft:
         the draft open.
         """
         self._check_open()
-        finish_reason = checked_text(finish_reason, "finish_reason")
-        if not finish_reason or finish_reason.strip().casefold() in REFUSED_FINISH_REASONS:
-            raise FinishRefused(f"a draft that ended with {finish_reason!r} is no turn; abort it", finish_reason=finish_reason)
+        finish_reason = checked_finish_reason(finish_reason)
         tail_policy = checked_text(tail_policy, "tail_policy")  # type: ignore[assignment]
         if tail_policy not in ("keep", "drop_last"):
             raise FinishRefused(f"no tail policy {tail_policy!r}; keep or drop_last", tail_policy=tail_policy)
@@ -338,6 +336,14 @@ class Draft:
 
     def __reduce__(self) -> Any:
         raise TypeError("a draft belongs to its session and is not pickled")
+
+
+def checked_finish_reason(finish_reason: Any) -> str:
+    """The finish reason of what becomes a node. Raises FinishRefused for "abort", "error" and none at all, TypeError."""
+    reason = checked_text(finish_reason, "finish_reason")
+    if not reason or reason.strip().casefold() in REFUSED_FINISH_REASONS:
+        raise FinishRefused(f"a generation that ended with {reason!r} is no turn; abort it", finish_reason=reason)
+    return reason
 
 
 def extend_drafts(drafts: Sequence[Draft], token_ids: TokenIds | Sequence[TokenIds]) -> None:

@@ -3,29 +3,37 @@
 A :class:`Session` is an atom: the current :class:`~sessiontree.tree.SessionTree`. Readers take it without a lock; a writer takes
 the session's lock, makes a new value and swaps it in, so an operation that raises leaves the old value. What a writer checks
 and plans, it does before it takes the lock wherever that can be long or runs a caller's code. Appending to any node
-always works; only heads are contested, and they move by compare-and-set. There is no clock in here and no cursor.
+always works; only heads are contested, and they move by compare-and-set. There is no clock in here (time comes in by
+:meth:`SessionStore.tick`) and no cursor.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
+from weakref import WeakSet
 
 from numpy.typing import ArrayLike
 from pyrsistent import PMap, pmap
 
-from sessiontree.draft import Draft
-from sessiontree.edits import Edit, Plan, plan_prefix, plan_rewrite
-from sessiontree.errors import OutOfRange, SessionExists, StaleSession, StoreClosed, UnknownSession
+from sessiontree.draft import Draft, checked_finish_reason
+from sessiontree.edits import Content, Edit, Plan, plan_linear, plan_prefix, plan_rewrite, without_bos
+from sessiontree.errors import KeyTaken, OutOfRange, SessionExists, StaleSession, StoreClosed, UnknownAlias, UnknownSession
+from sessiontree.features import DEFAULT_BUDGET as DEFAULT_FEATURE_BYTES
+from sessiontree.features import Features, FeatureStore
 from sessiontree.frozen import checked_text, freeze_metadata
 from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
 from sessiontree.node import NO_DETAILS, Details, Namespace, Node
 from sessiontree.positions import ExternalPositions, PositionScheme
-from sessiontree.tokens import TokenIds, in_range, token_array, token_bytes
-from sessiontree.tree import UNSET, Head, SessionTree
+from sessiontree.prefixes import PrefixMatch
+from sessiontree.query import Diff, Order, Problem
+from sessiontree.record import Recorded, plan_record
+from sessiontree.tokens import PathCache, TokenIds, in_range, token_array, token_bytes
+from sessiontree.tree import DEFAULT_PATH_CACHE_BYTES, UNSET, Head, SessionTree, limits_of, lineage_of, new_tree
 from sessiontree.turns import Turn, plan_turn
 
 __all__ = ["Session", "SessionStore"]
@@ -41,7 +49,20 @@ class Session:
     through a closed session raises StaleSession; nodes stay readable.
     """
 
-    __slots__ = ("__weakref__", "_closed", "_drafts", "_id", "_incarnation", "_limits", "_lock", "_store", "_tree")
+    __slots__ = (
+        "__weakref__",
+        "_active",
+        "_closed",
+        "_generations",
+        "_id",
+        "_incarnation",
+        "_limits",
+        "_lock",
+        "_open_drafts",
+        "_seen",
+        "_store",
+        "_tree",
+    )
 
     def __init__(self, session_id: str, incarnation: int, tree: SessionTree, store: SessionStore) -> None:
         self._id = session_id
@@ -51,7 +72,10 @@ class Session:
         self._store = store
         self._lock = new_lock()
         self._closed = False
-        self._drafts = itertools.count(1)
+        self._generations = itertools.count(1)
+        self._open_drafts: WeakSet[Draft] = WeakSet()
+        self._seen = tree  # as it was at the last tick, and
+        self._active = store._now  # the last tick before it was seen to change
 
     # Reading
 
@@ -125,6 +149,32 @@ class Session:
         """Nodes without children, in commit order."""
         return self._tree.leaves()
 
+    def lowest_common_ancestor(self, one: Node | bytes, two: Node | bytes) -> Node:
+        """The deepest node on both paths, in O(log depth)."""
+        return self._tree.lowest_common_ancestor(one, two)
+
+    def diff(self, one: Node | bytes, two: Node | bytes) -> Diff:
+        """How the path of ``two`` differs from that of ``one``. See :class:`Diff`."""
+        return self._tree.diff(one, two)
+
+    def descendants(self, node: Node | bytes, order: Order = "commit") -> Iterator[Node]:
+        """All nodes below ``node`` as the tree is now, one by one. See :meth:`SessionTree.descendants`."""
+        return self._tree.descendants(node, order)
+
+    def search(
+        self, predicate: Callable[[Node], object], node: Node | bytes | None = None, order: Order = "commit"
+    ) -> Iterator[Node]:
+        """Nodes of the tree as it is now for which ``predicate`` is true, one by one. See :meth:`SessionTree.search`."""
+        return self._tree.search(predicate, node, order)
+
+    def longest_prefix(self, token_ids: TokenIds, media: Iterable[MediaItem] = ()) -> PrefixMatch:
+        """How far a whole history is known, as a stateless client resends it. See :meth:`SessionTree.longest_prefix`."""
+        return self._tree.longest_prefix(token_ids, media)
+
+    def validate(self, path: Node | bytes | Sequence[Node], *, allow_extend_truncated: bool = False) -> tuple[Problem, ...]:
+        """Unpaired tool calls and replies cut off and gone on from, on a node's path. See :meth:`SessionTree.validate`."""
+        return self._tree.validate(path, allow_extend_truncated=allow_extend_truncated)
+
     # Writing
 
     def append(
@@ -137,12 +187,15 @@ class Session:
         metadata: Mapping[str, Any] | None = None,
         key: str | None = None,
         positions: ExternalPositions | ArrayLike | None = None,
+        strip_bos: int | None = None,
     ) -> Node:
         """A prefilled turn under any node. See :meth:`SessionTree.append`."""
         # As SessionTree.append, but the lock is only held for what needs it.
         parent = self._tree._resolve(parent)
         max_tokens, reserved = self._limits
         data = token_bytes(token_ids, max_tokens)
+        if strip_bos is not None and parent.stop:
+            data, media, positions = without_bos(Content(data, media, positions), strip_bos)
         turn = plan_turn(parent._lineage.scheme, parent, data, media, "input", role, key, positions)
         details = NO_DETAILS if metadata is None else Details(freeze_metadata(metadata))
         return self._attach(parent, turn, details, reserved)
@@ -165,12 +218,60 @@ class Session:
             node = self._tree._resolve(parent)
             limit = self._limits.max_tokens
             draft = Draft(node, role=role, metadata=frozen, key="" if key is None else key, max_tokens=limit, commit=self._attach)
-            while key is None:
-                # Only now: a draft that is refused uses up no key. In one step: nothing that comes in between gets the same.
-                own = f"{self.id}/{self.incarnation}/{next(self._drafts)}"
-                if not self._tree._has_key(node, own):
-                    draft._key = key = own
+            if key is None:  # only now: a draft that is refused uses up no key
+                draft._key = self._own_key(node)
+            self._open_drafts.add(draft)
         return draft
+
+    def _own_key(self, parent: Node) -> str:
+        """A key that no other generation of this session has, nor a child of ``parent``."""
+        while True:  # counted in one step: nothing that comes in between gets the same
+            own = f"{self.id}/{self.incarnation}/{next(self._generations)}"
+            if not self._tree._has_key(parent, own):
+                return own
+
+    def record(
+        self,
+        prompt_token_ids: TokenIds,
+        completion_token_ids: TokenIds,
+        media: Iterable[MediaItem] = (),
+        *,
+        role: str = "user",
+        completion_role: str = "assistant",
+        finish_reason: str = "stop",
+        prompt_metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        key: str | None = None,
+    ) -> Recorded:
+        """Record a generation of somebody who keeps no tree: the whole prompt as the engine saw it, and the completion.
+
+        As much of the prompt as :meth:`longest_prefix` knows is shared, up to the first token that differs, wherever turns end;
+        what is new of it becomes one turn of ``role`` with ``prompt_metadata``; the completion becomes a generated turn under it
+        with ``metadata``. ``media``: the prompt's, spans relative to its first token. A media span is never cut: where a
+        difference is inside one, the history forks before it. Without a ``key`` the completion gets one of its own, so that
+        equal samples stay apart; with one, recording again changes nothing. All of it is recorded or nothing.
+
+        Raises FinishRefused for "abort" and "error", and what append and commit raise.
+        """
+        finish_reason = checked_finish_reason(finish_reason)
+        prompt, completion = (token_bytes(ids, self.max_tokens) for ids in (prompt_token_ids, completion_token_ids))
+        items, tree = tuple(media), self._tree
+        match = tree.longest_prefix(token_array(prompt), items)
+        plan, reused, fork = plan_record(
+            match,
+            tree.children(match.node),
+            prompt,
+            completion,
+            items,
+            role=role,
+            completion_role=completion_role,
+            key=self._own_key(match.node) if key is None else key,
+            prompt_details=Details(freeze_metadata(prompt_metadata)),
+            details=Details(freeze_metadata(metadata), finish_reason, "keep"),
+        )
+        made = self._swap(lambda tree: tree._attach_all(plan, reserved=0))
+        assert made.parent is not None
+        return Recorded(made.parent, made, reused, fork)
 
     def _attach(self, parent: Node, turn: Turn, details: Details, reserved: int = 0) -> Node:
         # As _swap, without its calls: this is what every append and commit goes through.
@@ -205,16 +306,16 @@ class Session:
     def truncate(self, node: Node | bytes, length: int) -> Node:
         """The first ``length`` tokens of a node's path. See :meth:`SessionTree.truncate`."""
         source = self._tree._resolve(node)
-        return self._planned(source, plan_prefix(source, in_range(length, source.stop, "length", source)))
+        return self._planned(plan_prefix(source, in_range(length, source.stop, "length", source)), source.stop)
 
     def drop_last(self, node: Node | bytes, count: int) -> Node:
         """A node's path without its last ``count`` tokens. See :meth:`SessionTree.drop_last`."""
         source = self._tree._resolve(node)
-        return self._planned(source, plan_prefix(source, source.stop - in_range(count, source.stop, "count", source)))
+        return self._planned(plan_prefix(source, source.stop - in_range(count, source.stop, "count", source)), source.stop)
 
-    def _planned(self, source: Node, plan: Plan) -> Node:
+    def _planned(self, plan: Plan, was: int) -> Node:
         # Planned before the lock is taken, as long as that takes and whatever code of a caller's it runs.
-        return self._swap(lambda tree: tree._attach_all(source, plan))
+        return self._swap(lambda tree: tree._attach_all(plan, was))
 
     def replace(
         self,
@@ -250,7 +351,12 @@ class Session:
     def rewrite(self, node: Node | bytes, edits: Iterable[Edit | Sequence[Any]]) -> Node:
         """A path like the node's with some of its tokens replaced. See :meth:`SessionTree.rewrite`."""
         source = self._tree._resolve(node)
-        return self._planned(source, plan_rewrite(source, edits))
+        return self._planned(plan_rewrite(source, edits), source.stop)
+
+    def linearize(self, results: Sequence[Node | bytes]) -> Node:
+        """One path through sibling turns, in the order given. See :meth:`SessionTree.linearize`."""
+        tree = self._tree
+        return self._planned(plan_linear([tree._resolve(node) for node in results]), 0)
 
     def set_head(self, name: str, node: Node | bytes, expected: Head | Node | None = UNSET) -> Head:
         """Create or move a head, by compare-and-set where ``expected`` is given. See :meth:`SessionTree.set_head`."""
@@ -265,6 +371,20 @@ class Session:
         with self._lock:
             self._closed = True
         self._store._forget(self)
+
+    def _expire(self, now: float, idle_ttl: float) -> bool:
+        """Close it if nothing was written for ``idle_ttl``, in the store's time, and no draft is open."""
+        with self._lock:
+            if self._tree is not self._seen or any(not draft.closed for draft in self._open_drafts):
+                self._seen, self._active = self._tree, now
+            if self._closed or now - self._active < idle_ttl:
+                return False
+            self._closed = True
+        self._store._forget(self)
+        return True
+
+    def _repr_html_(self) -> str:
+        return self._tree._repr_html_()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -288,19 +408,52 @@ class Session:
         return f"<Session {self.id!r} incarnation={self.incarnation} {how} nodes={len(self._tree)}>"
 
 
-class SessionStore:
-    """Sessions by id. Make one with :meth:`in_memory`."""
+class Usage(NamedTuple):
+    """What a store holds in memory beside the nodes themselves. Bytes are those really held, each beside its budget."""
 
-    def __init__(self) -> None:
+    sessions: int
+    feature_bytes: int
+    feature_budget_bytes: int
+    path_cache_bytes: int
+    path_cache_budget_bytes: int
+
+
+class SessionStore:
+    """Sessions by id, and what they share: features of media, whole paths of forks, aliases. Make one with :meth:`in_memory`."""
+
+    def __init__(
+        self,
+        *,
+        feature_bytes: int = DEFAULT_FEATURE_BYTES,
+        path_cache_bytes: int = DEFAULT_PATH_CACHE_BYTES,
+        idle_ttl: float | None = None,
+    ) -> None:
+        if idle_ttl is not None and not (isinstance(idle_ttl, (int, float)) and idle_ttl > 0):
+            raise OutOfRange(f"idle_ttl is {idle_ttl!r}, not a time", value=idle_ttl, limit=0)
         self._lock = new_lock()
         self._sessions: dict[str, Session] = {}
         self._opened = 0
         self._closed = False
+        self._features = FeatureStore(feature_bytes)
+        self._paths = PathCache(path_cache_bytes)
+        self._aliases: dict[tuple[Namespace, str], bytes] = {}
+        self._idle_ttl = idle_ttl
+        self._now = -math.inf
 
     @classmethod
-    def in_memory(cls) -> SessionStore:
-        """A store that lives and dies with this process."""
-        return cls()
+    def in_memory(
+        cls,
+        *,
+        feature_bytes: int = DEFAULT_FEATURE_BYTES,
+        path_cache_bytes: int = DEFAULT_PATH_CACHE_BYTES,
+        idle_ttl: float | None = None,
+    ) -> SessionStore:
+        """A store that lives and dies with this process.
+
+        ``feature_bytes``: budget for features of media. ``path_cache_bytes``: for whole paths of forks that were read as views.
+        ``idle_ttl``: how long a session may lie idle before :meth:`tick` closes it, in the unit that tick is called with.
+        """
+        return cls(feature_bytes=feature_bytes, path_cache_bytes=path_cache_bytes, idle_ttl=idle_ttl)
 
     def create(
         self,
@@ -319,13 +472,11 @@ class SessionStore:
         generation. An id whose session was closed gives another incarnation. Raises SessionExists, UnknownScheme,
         LimitExceeded.
         """
-        tree = SessionTree(
-            scheme, namespace, model_fingerprint=model_fingerprint, max_tokens=max_tokens, reserve_output=reserve_output
-        )
-        return self._open(session_id, tree)
+        lineage = lineage_of(scheme, namespace, model_fingerprint, self._features)
+        return self._open(session_id, new_tree(lineage, limits_of(max_tokens, reserve_output), self._paths))
 
     def fork(self, session: Session, node: Node | bytes, new_session_id: str) -> Session:
-        """A session that holds the path of ``node``, shared, and nothing else; its heads are its own. O(1).
+        """A session that holds the path of ``node``, shared; its heads are its own. See :meth:`SessionTree.forked`. O(1).
 
         Raises UnknownNode, SessionExists.
         """
@@ -365,6 +516,77 @@ class SessionStore:
             self._check_open()
             return tuple(self._sessions)
 
+    def tick(self, now: float) -> tuple[str, ...]:
+        """Tell the store the time; ids of the sessions that it closes for it, in the order they were opened.
+
+        Those are closed in which nothing was written for ``idle_ttl``, counted from the tick after which it was, and no draft is
+        open. There is no clock in here: the same calls close the same sessions on every rank. Nodes that readers hold stay
+        readable. Raises OutOfRange for a time before the last one.
+        """
+        if isinstance(now, bool) or not isinstance(now, (int, float)):
+            raise TypeError(f"a time is a number, not {type(now).__name__}")
+        with self._lock:
+            self._check_open()
+            if not now >= self._now or now == math.inf:
+                raise OutOfRange(f"the time {now} after {self._now}", value=now, limit=self._now)
+            self._now = now
+            open_sessions = tuple(self._sessions.values())
+        if self._idle_ttl is None:
+            return ()
+        return tuple(session.id for session in open_sessions if session._expire(now, self._idle_ttl))
+
+    def put_features(self, item: MediaItem, features: Any) -> Features:
+        """Keep features of an item (pixels, encoder outputs) by its content, under the budget. See :meth:`FeatureStore.put`.
+
+        ``features``: an array or tensor, or a mapping of names to them; copied. Keep what comes back for as long as a request
+        needs it: what somebody holds is not evicted. Raises LimitExceeded where the budget is held by others, KeyTaken for
+        other bytes under a name that this content has.
+        """
+        self._check_open()
+        return self._features.put(item, features)
+
+    def get_features(self, item: MediaItem) -> Features | None:
+        """The features of an item's content; None where there are none."""
+        return self._features.get(item)
+
+    def drop_features(self, item: MediaItem) -> None:
+        """Forget the features of an item's content. Nodes keep all they know of it; whoever holds the features keeps them."""
+        self._features.drop(item)
+
+    def alias_media(
+        self, alias: str, item: MediaItem | bytes, namespace: Namespace | Mapping[str, str | None] | str | None = None
+    ) -> bytes:
+        """Name an identity by a caller's own id (a uuid), within a namespace: the identity. Naming it again changes nothing.
+
+        Raises KeyTaken where the alias names another identity: the same id never stands for other bytes.
+        """
+        alias, scope = checked_text(alias, "an alias"), Namespace.of(namespace)
+        identity = item.identity if isinstance(item, MediaItem) else MediaItem("image", item, ()).identity
+        with self._lock:
+            self._check_open()
+            known = self._aliases.setdefault((scope, alias), identity)
+        if known != identity:
+            raise KeyTaken(f"alias {alias!r} names {known[:4].hex()}, not {identity[:4].hex()}", key=alias, identity=known)
+        return known
+
+    def aliased_media(self, alias: str, namespace: Namespace | Mapping[str, str | None] | str | None = None) -> bytes:
+        """The identity that an alias names in a namespace. Raises UnknownAlias."""
+        found = self._aliases.get((Namespace.of(namespace), checked_text(alias, "an alias")))
+        if found is None:
+            raise UnknownAlias(f"no media are named {alias!r} there", alias=alias)
+        return found
+
+    def drop_alias(self, alias: str, namespace: Namespace | Mapping[str, str | None] | str | None = None) -> None:
+        """Forget an alias. Raises UnknownAlias."""
+        with self._lock:
+            self.aliased_media(alias, namespace)
+            del self._aliases[Namespace.of(namespace), alias]
+
+    def usage(self) -> Usage:
+        """What the store holds beside nodes."""
+        features, paths = self._features, self._paths
+        return Usage(len(self._sessions), features.held_bytes, features.budget_bytes, paths.held_bytes, paths.budget_bytes)
+
     def close(self) -> None:
         """Close every session. The store takes no more calls; closing it again does nothing."""
         with self._lock:
@@ -372,6 +594,8 @@ class SessionStore:
             open_sessions = tuple(self._sessions.values())
         for session in open_sessions:
             session.close()
+        self._features.clear()
+        self._paths.clear()
 
     def _forget(self, session: Session) -> None:
         with self._lock:

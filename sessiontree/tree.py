@@ -7,23 +7,30 @@ version sees. No version ever changes, and none copies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import attrs
 from numpy.typing import ArrayLike
 from pyrsistent import PMap, pmap
 
+from sessiontree import query, render
 from sessiontree.digest import ID_BYTES
-from sessiontree.edits import Edit, Plan, plan_prefix, plan_rewrite
+from sessiontree.edits import Content, Edit, Plan, plan_linear, plan_prefix, plan_rewrite, without_bos
 from sessiontree.errors import HeadMoved, KeyTaken, LimitExceeded, NameTaken, OutOfRange, UnknownHead, UnknownNode
+from sessiontree.features import FeatureStore
 from sessiontree.frozen import Sealed, checked_text, freeze_metadata, handed_out, no_subclasses, seal
 from sessiontree.index import Limits, NodeIndex
-from sessiontree.media import MediaItem
+from sessiontree.media import MediaItem, placements
 from sessiontree.node import NO_DETAILS, Details, Lineage, Namespace, Node, make_child, make_root
 from sessiontree.positions import ExternalPositions, PositionScheme
 from sessiontree.positions import scheme as scheme_named
-from sessiontree.tokens import TOKEN_BYTES, Extent, TokenIds, as_index, in_range, shown, token_bytes
+from sessiontree.prefixes import History, PrefixMatch
+from sessiontree.query import Diff, Order, Problem
+from sessiontree.spans import placeholders_of
+from sessiontree.tokens import TOKEN_BYTES, Extent, PathCache, TokenIds, as_index, in_range, shown, token_bytes
 from sessiontree.turns import Turn, plan_turn
 
 
@@ -33,6 +40,9 @@ class _Unset:
 
 
 UNSET: Final[Any] = _Unset()
+
+#: What the paths of forks may take in a tree that belongs to no store.
+DEFAULT_PATH_CACHE_BYTES: Final = 32 * 2**20
 
 #: More layers than this are not let stand. Carrying keeps far fewer; writes that come in the middle of others do not carry.
 MAX_LAYERS: Final = 64
@@ -70,17 +80,8 @@ class SessionTree(Sealed):
         max_tokens: int | None = None,
         reserve_output: int = 0,
     ) -> SessionTree:
-        scheme = scheme_named(scheme) if isinstance(scheme, str) else scheme
-        if not isinstance(scheme, PositionScheme):
-            raise TypeError(f"a scheme is a PositionScheme or its name, not {type(scheme).__name__}")
-        fingerprint = checked_text(model_fingerprint, "a model fingerprint")
-        limits = _checked_limits(max_tokens, reserve_output)
-        extent = Extent(None, None, 0, b"")
-        root = make_root(Lineage(scheme, Namespace.of(namespace), fingerprint), extent)
-        index = NodeIndex(root, limits)
-        extent.writer = index.writer
-        index.add(root)
-        return _value(index, 1, pmap(), 0, True)
+        lineage = lineage_of(scheme, namespace, model_fingerprint)
+        return new_tree(lineage, limits_of(max_tokens, reserve_output), PathCache(DEFAULT_PATH_CACHE_BYTES))
 
     # Reading
 
@@ -109,10 +110,7 @@ class SessionTree(Sealed):
         return self._count
 
     def __iter__(self) -> Iterator[Node]:
-        for index, visible in self._index.layers_upward(self._count):
-            if index.tip is not None:
-                yield from index.tip.path()
-            yield from index.nodes[: visible - index.base_count]
+        return self._index.walk(self._count)
 
     def __contains__(self, node: object) -> bool:
         if isinstance(node, Node):
@@ -153,7 +151,10 @@ class SessionTree(Sealed):
 
     def children(self, node: Node | bytes) -> tuple[Node, ...]:
         """Children in commit order."""
-        return tuple(self._index.children(self._resolve(node), self._count))
+        return tuple(child for _, child in self._children(self._resolve(node)))
+
+    def _children(self, node: Node) -> list[tuple[int, Node]]:
+        return self._index.children(node, self._count)
 
     def siblings(self, node: Node | bytes) -> tuple[Node, ...]:
         """The other children of its parent, in commit order."""
@@ -165,6 +166,64 @@ class SessionTree(Sealed):
         parents = {node.parent.id for node in self if node.parent is not None}
         return tuple(node for node in self if node.id not in parents)
 
+    def lowest_common_ancestor(self, one: Node | bytes, two: Node | bytes) -> Node:
+        """The deepest node on both paths, in O(log depth)."""
+        return query.lowest_common_ancestor(self._resolve(one), self._resolve(two)) or self.root
+
+    def diff(self, one: Node | bytes, two: Node | bytes) -> Diff:
+        """How the path of ``two`` differs from that of ``one``. See :class:`Diff`."""
+        return query.diff(self._resolve(one), self._resolve(two))
+
+    def descendants(self, node: Node | bytes, order: Order = "commit") -> Iterator[Node]:
+        """All nodes below ``node``, one by one: in "commit" order, or "depth_first". Raises UnknownNode, Unsupported."""
+        return query.descendants(self._resolve(node), self._children, order)
+
+    def search(
+        self, predicate: Callable[[Node], object], node: Node | bytes | None = None, order: Order = "commit"
+    ) -> Iterator[Node]:
+        """Those of ``node`` (None: the root) and its descendants for which ``predicate`` is true, one by one, as they are found."""
+        start = self.root if node is None else self._resolve(node)
+        return filter(predicate, itertools.chain((start,), query.descendants(start, self._children, order)))
+
+    def longest_prefix(self, token_ids: TokenIds, media: Iterable[MediaItem] = ()) -> PrefixMatch:
+        """How far a whole history is known, as a stateless client resends it: the deepest node whose path it begins with.
+
+        ``media``: its items, spans relative to the history's first token. Token ids must be equal one by one, inside spans too,
+        and the items that they are placeholders of; turns, roles and where the positions came from do not matter. In time
+        proportional to the history, whatever is in the tree; nodes that were added since the last call are taken in first, a
+        few µs each. Raises OutOfRange and MediaSpanError for a history that cannot be.
+        """
+        data, items = token_bytes(token_ids), tuple(media)
+        placements(items, len(data) // TOKEN_BYTES)
+        return self._index.prefixes(self._count).search(History(0, data, placeholders_of(items, 0)), self._count)
+
+    def validate(self, path: Node | bytes | Sequence[Node], *, allow_extend_truncated: bool = False) -> tuple[Problem, ...]:
+        """What a model or an API would stumble over on the path of a node: unpaired tool calls, replies cut off and gone on from.
+
+        ``path``: a node, its id, or the nodes of its path. ``allow_extend_truncated``: going on from a reply that was cut off is
+        meant. Empty where nothing is wrong. See :class:`Problem`.
+        """
+        last = path[-1] if isinstance(path, (tuple, list)) and path else path
+        return query.validate(self._resolve(last), self._children, allow_extend_truncated=allow_extend_truncated)  # type: ignore[arg-type]
+
+    def to_text(self, *, max_nodes: int = 200) -> str:
+        """A picture for terminals; at most ``max_nodes`` nodes, and how many are not shown."""
+        return render.to_text(tuple(self), self._named(), max_nodes=max_nodes)
+
+    def to_dot(self) -> str:
+        """The whole tree in Graphviz's language."""
+        return render.to_dot(tuple(self), self._named())
+
+    def to_networkx(self) -> Any:
+        """The whole tree as a graph of networkx, an optional install. Nodes are keyed by hexadecimal ids."""
+        return render.to_networkx(tuple(self), self._named())
+
+    def _repr_html_(self) -> str:
+        return render.to_html(tuple(self), self._named())
+
+    def _named(self) -> dict[str, Node]:
+        return {name: head.node for name, head in self._heads.items()}
+
     def head(self, name: str) -> Head:
         """The head of this name. Raises UnknownHead."""
         found = self._heads.get(name)
@@ -174,9 +233,6 @@ class SessionTree(Sealed):
 
     def __repr__(self) -> str:
         return f"<SessionTree {self.root.id[:4].hex()} {self.scheme.name} nodes={self._count} heads={sorted(self._heads)}>"
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a session tree is not pickled")
 
     # New values
 
@@ -190,15 +246,20 @@ class SessionTree(Sealed):
         metadata: Mapping[str, Any] | None = None,
         key: str | None = None,
         positions: ExternalPositions | ArrayLike | None = None,
+        strip_bos: int | None = None,
     ) -> tuple[SessionTree, Node]:
         """A prefilled turn under any node: (the tree with it, the node).
 
         Equal content under the same parent is the same node: the tree comes back as it is, whatever the metadata. The same
         ``key`` with other content raises KeyTaken. ``positions``: this turn's position table where it comes from elsewhere.
-        Raises UnknownNode, LimitExceeded, OutOfRange, MediaSpanError, PositionError; nothing has changed then.
+        ``strip_bos``: the id of a BOS token that this turn loses if it begins with it and a history stands before it, as every
+        rendering of a chat template does: ids, spans and positions together; None keeps all. Raises UnknownNode, LimitExceeded,
+        OutOfRange, MediaSpanError, PositionError; nothing has changed then.
         """
         parent = self._resolve(parent)
         data = token_bytes(token_ids, self.limits.max_tokens)
+        if strip_bos is not None and parent.stop:
+            data, media, positions = without_bos(Content(data, media, positions), strip_bos)
         turn = plan_turn(parent.scheme, parent, data, media, "input", role, key, positions)
         details = NO_DETAILS if metadata is None else Details(freeze_metadata(metadata))
         return self._attach(parent, turn, details, reserved=self.limits.reserve_output)
@@ -211,7 +272,7 @@ class SessionTree(Sealed):
         MediaSpanError inside a media span.
         """
         node = self._resolve(node)
-        return self._attach_all(node, plan_prefix(node, in_range(length, node.stop, "length", node)))
+        return self._attach_all(plan_prefix(node, in_range(length, node.stop, "length", node)), node.stop)
 
     def drop_last(self, node: Node | bytes, count: int) -> tuple[SessionTree, Node]:
         """A node's path without its last ``count`` tokens. As :meth:`truncate`."""
@@ -252,7 +313,7 @@ class SessionTree(Sealed):
         span; an edit that cuts a span raises MediaSpanError. Raises OutOfRange for edits that overlap or leave the path.
         """
         node = self._resolve(node)
-        return self._attach_all(node, plan_rewrite(node, edits))
+        return self._attach_all(plan_rewrite(node, edits), node.stop)
 
     def set_head(self, name: str, node: Node | bytes, expected: Head | Node | None = UNSET) -> tuple[SessionTree, Head]:
         """Create or move a head: (the tree with it, the head).
@@ -287,9 +348,26 @@ class SessionTree(Sealed):
         return _value(self._index, self._count, heads, moves, self._writes)
 
     def forked(self, node: Node | bytes) -> SessionTree:
-        """A tree that holds the path of ``node`` and nothing else; nodes are shared, heads are not. O(1)."""
-        index = NodeIndex(self.root, self.limits, tip=self._resolve(node), tip_source=self._index)
+        """A tree that holds the path of ``node``; nodes are shared, heads are not. O(1).
+
+        Where the path ends among the results of several tool calls that were recorded as siblings, it holds those too, as siblings:
+        a fork drops none of them. To go on from all of them, see :meth:`linearize`.
+        """
+        node = self._resolve(node)
+        index = NodeIndex(self.root, self.limits, tip=node, tip_source=self._index)
+        for result in query.sibling_results(node, self._children):
+            index.add(result)
         return _value(index, index.count, pmap(), 0, True)
+
+    def linearize(self, results: Sequence[Node | bytes]) -> tuple[SessionTree, Node]:
+        """One path through sibling turns, in the order given: (the tree with it, its last node).
+
+        Results of parallel tool calls that were recorded as siblings are never joined by themselves; this does it. The first stays
+        as it is; the others follow it as turns made anew, prefilled, each with a ``derived_from`` link. Raises OutOfRange for
+        none, Unsupported for nodes that are no siblings.
+        """
+        nodes = [self._resolve(node) for node in results]
+        return self._attach_all(plan_linear(nodes), 0)
 
     def _read_only(self) -> SessionTree:
         """The same value, except that what is appended to it goes to a layer of its own.
@@ -300,17 +378,16 @@ class SessionTree(Sealed):
 
     # Attaching what was planned
 
-    def _attach_all(self, source: Node, plan: Plan) -> tuple[SessionTree, Node]:
-        """Make nodes of what was planned of ``source``'s path; all of them or none.
+    def _attach_all(self, plan: Plan, was: int = 0, reserved: int | None = None) -> tuple[SessionTree, Node]:
+        """Make nodes of what was planned; all of them or none.
 
-        A path no longer than it was is never too long: its replies stood in the room kept for output already.
+        A path no longer than it ``was`` is never too long: its replies stood in the room kept for output already. ``reserved``:
+        how many tokens to leave free for output, by default as many as for an append.
         """
-        parent, turns = plan
-        stop = parent.stop + sum(len(pending.turn.data) for pending in turns) // TOKEN_BYTES
-        if stop > source.stop:
-            self._check_limit(stop, self.limits.reserve_output)
-        tree, node = self, parent
-        for turn, details, extent in turns:
+        if plan.stop > was:
+            self._check_limit(plan.stop, self.limits.reserve_output if reserved is None else reserved)
+        tree, node = self, plan.parent
+        for turn, details, extent in plan.turns:
             tree, node = tree._attach(node, turn, details, extent, reserved=0)
         return tree, node
 
@@ -334,14 +411,14 @@ class SessionTree(Sealed):
         ``carry``: whether there is time to take small layers together.
         """
         index = self._index
-        turn_id, data, media, origin, role, key, decoded, replayed = turn
+        turn_id, data, media, origin, role, key, runs, state, replayed = turn
         if key is not None or index.base_count or turn_id in index.by_id:  # else it is new: by far the commonest case
             found = index.find_child(parent, turn_id, key, self._count)
             if found is not None:
                 if found.id != turn_id:
                     raise KeyTaken(f"key {key!r} under {parent!r} names other content: {found!r}", key=key, node=found)
                 return self, found
-        stop = parent.stop + len(data) // TOKEN_BYTES
+        stop = state.num_tokens  # the same object: that is one int less to keep
         if index.limits.max_tokens is not None:
             self._check_limit(stop, reserved)
         if not data and parent.parent is None:
@@ -361,8 +438,8 @@ class SessionTree(Sealed):
                 elif extent.writer is index.writer and extent.end == parent.stop:
                     extent.append(data)
                 else:
-                    extent = Extent(index.writer, extent, parent.stop, data)
-            node = make_child(parent, turn_id, stop, media, origin, role, key, decoded, replayed, details, extent)
+                    extent = Extent(index.writer, extent, parent.stop, data, extent.paths)
+            node = make_child(parent, turn_id, stop, media, origin, role, key, runs, state, replayed, details, extent)
             index.add(node)
             tree: SessionTree = _new(SessionTree)  # as _value, without a Python call
             _set_index(tree, index)
@@ -388,7 +465,32 @@ def _place(head: Head | Node | None) -> str:
     return f"version {shown(head.version)}, {head.node!r}" if isinstance(head, Head) else repr(head)
 
 
-def _checked_limits(max_tokens: int | None, reserve_output: int) -> Limits:
+def lineage_of(
+    scheme: PositionScheme | str,
+    namespace: Namespace | Mapping[str, str | None] | str | None,
+    model_fingerprint: str,
+    features: FeatureStore | None = None,
+) -> Lineage:
+    """What is constant in a session, checked."""
+    scheme = scheme_named(scheme) if isinstance(scheme, str) else scheme
+    if not isinstance(scheme, PositionScheme):
+        raise TypeError(f"a scheme is a PositionScheme or its name, not {type(scheme).__name__}")
+    fingerprint = checked_text(model_fingerprint, "a model fingerprint")
+    return Lineage(scheme, Namespace.of(namespace), fingerprint, None if features is None else weakref.ref(features))
+
+
+def new_tree(lineage: Lineage, limits: Limits, paths: PathCache) -> SessionTree:
+    """A tree of one node, its root. ``paths``: where the paths of its forks are kept once they were read."""
+    extent = Extent(None, None, 0, b"", paths)
+    root = make_root(lineage, extent)
+    index = NodeIndex(root, limits)
+    extent.writer = index.writer
+    index.add(root)
+    return _value(index, 1, pmap(), 0, True)
+
+
+def limits_of(max_tokens: int | None, reserve_output: int) -> Limits:
+    """Context limits, checked. Raises TypeError, LimitExceeded."""
     reserve = as_index(reserve_output, "reserve_output")
     max_tokens = None if max_tokens is None else as_index(max_tokens, "max_tokens")
     if max_tokens is not None and not 0 <= reserve <= max_tokens:

@@ -1,0 +1,122 @@
+"""Nodes and trees through pickle, for workers and data loaders of one machine.
+
+What goes over is flat: one record a node in commit order, its parent by number, so a path of any depth takes no recursion.
+Positions go as they are stored, so no rule is applied again; ids are computed again and compared, so nothing damaged comes back.
+Features, and what a session adds to a tree (its lock, its drafts, its store), stay behind.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from pyrsistent import pmap
+
+from sessiontree.digest import content_prefix, node_id
+from sessiontree.edits import has_table
+from sessiontree.errors import CorruptTree
+from sessiontree.frozen import freeze_metadata
+from sessiontree.index import Limits
+from sessiontree.media import MediaItem
+from sessiontree.node import Details, Lineage, Namespace, Node, Origin, TurnPositions
+from sessiontree.positions import PositionScheme, PositionState
+from sessiontree.positions.runs import Runs
+from sessiontree.tokens import PathCache
+from sessiontree.tree import DEFAULT_PATH_CACHE_BYTES, Head, SessionTree, new_tree
+from sessiontree.turns import Turn
+
+
+class _Record(NamedTuple):
+    """A node. ``parent``: the number of its record, of the root: -1. ``external``: its positions are part of its id."""
+
+    id: bytes
+    parent: int
+    data: bytes
+    media: tuple[MediaItem, ...]
+    origin: Origin
+    role: str
+    key: str | None
+    runs: Runs
+    state: PositionState
+    replayed: TurnPositions | None
+    details: Details
+    external: bool
+
+
+_Constants = tuple[PositionScheme, Namespace, str, Limits]
+
+
+def _records(nodes: Iterable[Node]) -> list[_Record]:
+    """Records of nodes below one root, which comes first and has none."""
+    numbers: dict[bytes, int] = {}
+    records = []
+    for number, node in enumerate(nodes, -1):
+        numbers[node.id] = number
+        if node.parent is None:
+            continue
+        data = node._extent.read_bytes(node.start, node.stop)
+        content = (data, node.media, node.origin, str(node.role), node.key)
+        placed = (node.runs, node.state, node.replayed, node._details, has_table(node))
+        records.append(_Record(node.id, numbers[node.parent.id], *content, *placed))
+    return records
+
+
+def _constants(root: Node, limits: Limits) -> _Constants:
+    return root.scheme, root.namespace, root.model_fingerprint, limits
+
+
+def _rebuilt(constants: _Constants, root_id: bytes, records: Sequence[_Record]) -> tuple[SessionTree, list[Node]]:
+    """The tree of some records and its nodes in their order, the root last.
+
+    Raises CorruptTree where an id is not that of its content.
+    """
+    scheme, namespace, fingerprint, limits = constants
+    tree = new_tree(Lineage(scheme, namespace, fingerprint), limits, PathCache(DEFAULT_PATH_CACHE_BYTES))
+    nodes: list[Node] = []
+    _check(tree.root.id, root_id)
+    for record in records:
+        parent = nodes[record.parent] if record.parent >= 0 else tree.root
+        table = (record.runs, record.state) if record.external else None
+        head = content_prefix(record.origin, record.role, record.key, tuple(item.fields() for item in record.media), table)
+        identity = node_id(parent.id, head, record.data)
+        _check(identity, record.id)
+        turn = Turn(identity, *record[2:10])
+        # Arrays come out of a pickle writable.
+        details = record.details._replace(metadata=freeze_metadata(record.details.metadata))
+        tree, node = tree._attach(parent, turn, details, reserved=0)
+        nodes.append(node)
+    return tree, [*nodes, tree.root]
+
+
+def _check(computed: bytes, stored: bytes) -> None:
+    if computed != stored:
+        raise CorruptTree(f"node {stored[:4].hex()} holds the content of {computed[:4].hex()}")
+
+
+def _node(constants: _Constants, root_id: bytes, records: Sequence[_Record]) -> Node:
+    return _rebuilt(constants, root_id, records)[1][len(records) - 1]
+
+
+def _tree(
+    constants: _Constants, root_id: bytes, records: Sequence[_Record], heads: dict[str, tuple[int, int]], moves: int
+) -> SessionTree:
+    tree, nodes = _rebuilt(constants, root_id, records)
+    named = {name: Head(nodes[number], version) for name, (number, version) in heads.items()}
+    return tree._with_heads(pmap(named), moves)
+
+
+def _reduce_node(node: Node) -> tuple[Any, ...]:
+    path = node.path()
+    return _node, (_constants(path[0], Limits()), path[0].id, _records(path))
+
+
+def _reduce_tree(tree: SessionTree) -> tuple[Any, ...]:
+    nodes = list(tree)
+    numbers = {node.id: number for number, node in enumerate(nodes, -1)}
+    heads = {name: (numbers[head.node.id], head.version) for name, head in tree._heads.items()}
+    return _tree, (_constants(tree.root, tree.limits), tree.root.id, _records(nodes), heads, tree._moves)
+
+
+copyreg.pickle(Node, _reduce_node)
+copyreg.pickle(SessionTree, _reduce_tree)

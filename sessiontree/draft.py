@@ -294,11 +294,14 @@ class Draft:
         """The nodes from the root to its parent: all that is committed of its path."""
         return self.parent.path()
 
-    def input_ids(self, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
-        """Path tokens ``[start, stop)``, its own included: (stop - start,) int32, read-only. Raises OutOfRange."""
+    def input_ids(self, start: int = 0, stop: int | None = None, *, copy: bool = True) -> NDArray[np.int32]:
+        """Path tokens ``[start, stop)``, its own included: (stop - start,) int32, read-only. Raises OutOfRange.
+
+        As for a node; its own tokens are copied in any case.
+        """
         first, last = window(start, stop, self.stop)
         if last <= self.start:
-            return self.parent.input_ids(first, last)
+            return self.parent.input_ids(first, last, copy=copy)
         own = self._tokens[max(0, first - self.start) : last - self.start].tobytes()
         if first >= self.start:
             return token_array(own)

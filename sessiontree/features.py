@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
@@ -141,7 +141,7 @@ def _readable(value: Any, what: str) -> tuple[str, NDArray[Any]]:
     name = str(getattr(value, "dtype", "")).removeprefix("torch.")
     if name.startswith(_NO_NUMPY_DTYPE) and hasattr(value, "detach") and "torch" in sys.modules:
         bits = getattr(sys.modules["torch"], f"uint{8 * value.element_size()}")
-        return sys.intern(name), np.asarray(to_numpy(value.detach().view(bits)))
+        return sys.intern(name), np.asarray(to_numpy(value.view(bits)))
     array = np.asarray(to_numpy(value))
     if array.dtype.kind not in "biufc":
         raise TypeError(f"{what} holds numbers, not {array.dtype}")
@@ -240,12 +240,13 @@ class FeatureStore:
 
     def _put(self, item: MediaItem, content: tuple[Any, ...], arrays: dict[str, _Array]) -> Features:
         evicted: list[Features] = []
+        spared: set[tuple[Any, ...]] = set()
         while True:
             gone = [features.content for features in evicted]
             evicted.clear()  # without the lock: whoever is told of their end may take locks of its own
             with self._lock:
-                for each in gone:
-                    self._used(each)  # not gone where somebody has taken it by a weak reference
+                # Not gone where somebody has taken it by a weak reference in between.
+                spared.update([each for each in gone if self._used(each) is not None])
                 puts = self._puts
                 old = self._entries.get(content)
                 current = None if old is None else old()
@@ -259,7 +260,7 @@ class FeatureStore:
                 newer: list[Features | None] = [None] if current is None else current._newer
                 entry = _Entry(made, self._died)
                 entry.content, entry.nbytes, nbytes = content, 0, made.nbytes
-                evicted = self._room_for(item, nbytes - (0 if current is None else current.nbytes))
+                evicted = self._room_for(item, nbytes - (0 if current is None else current.nbytes), spared)
                 held = self._held + nbytes - (0 if old is None else old.nbytes)
                 if held <= self._budget_bytes and self._puts == puts:
                     # No call from the line above on: nothing comes in between.
@@ -351,7 +352,7 @@ class FeatureStore:
                 del self._entries[entry.content]
             del self._dead[0]
 
-    def _room_for(self, item: MediaItem, growth: int) -> list[Features]:
+    def _room_for(self, item: MediaItem, growth: int, spared: Container[Any]) -> list[Features]:
         """What has to go before ``growth`` more bytes fit, no longer kept. LimitExceeded, with all kept, if that is not enough."""
         while True:
             self._settle()
@@ -360,7 +361,7 @@ class FeatureStore:
             victims = []
             for content in list(self._kept) if excess > 0 else ():
                 entry = self._entries.get(content)
-                if entry is not None and _references(self._kept, content) <= _ALONE:
+                if entry is not None and content not in spared and _references(self._kept, content) <= _ALONE:
                     victims.append(content)
                     excess -= entry.nbytes
                     if excess <= 0:

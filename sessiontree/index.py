@@ -179,24 +179,23 @@ class NodeIndex:
                 yield from index.tip.path()
             yield from index.nodes[: visible - index.base_count]
 
-    def children(self, parent: Node, count: int) -> list[tuple[int, Node]]:
+    def children(self, parent: Node, count: int) -> Iterator[tuple[int, Node]]:
         """(ordinal, node) for the children of ``parent`` among the first ``count``, in commit order."""
-        found: list[tuple[int, Node]] = []
         for index, visible in self.layers_upward(count):
             base = index.base_count
             if index.tip is not None and parent.depth < index.tip.depth:
                 child = index.tip.ancestor(parent.depth + 1)
                 if child.parent == parent:
-                    found.append((child.depth, child))
+                    yield child.depth, child
             if not index._see_children():
-                own = enumerate(index.nodes[: visible - base], base)
-                found += [(at, node) for at, node in own if node.parent is not None and node.parent.id == parent.id]
+                for at, node in enumerate(index.nodes[: visible - base], base):
+                    if node.parent is not None and node.parent.id == parent.id:
+                        yield at, node
                 continue
             ordinal = index._first_child.get(parent.id, -1)
             while 0 <= ordinal < visible:
-                found.append((ordinal, index.nodes[ordinal - base]))
+                yield ordinal, index.nodes[ordinal - base]
                 ordinal = index._next_sibling[ordinal - base]
-        return found
 
     def _see_children(self) -> bool:
         """Link every node that was added since the last time behind its elder siblings. No writer waits for it.

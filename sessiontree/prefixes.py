@@ -5,30 +5,37 @@ however many nodes end on it; other lines leave it wherever a path differs first
 paths if the token is, and the placeholder of a media item if it is one. So every prefix has one place in the trie.
 
 Nodes come in commit order, and each adds to the trie what no path before it had, in time proportional to its own tokens. A
-search never looks at what came after the count it is given. One thread at a time adds; searching needs no lock, since what is
-there stays there and every step leaves the trie right.
+search goes along lines, which is fastest, until a path has forked too often; then it goes from one block of tokens to the next
+by digests. It never looks at what came after the count it is given. One thread at a time adds; searching needs no lock, since what
+is there stays there and every step leaves the trie right.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
+from hashlib import sha256
 from struct import Struct
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from sessiontree.node import Node
+from sessiontree.digest import pack
+from sessiontree.node import Node, placed_media
 from sessiontree.spans import (
     Placeholders,
     common_placeholders,
     join_placeholders,
     placeholder_at,
     placeholders_behind,
+    placeholders_between,
     placeholders_of,
 )
 from sessiontree.tokens import INT32, TOKEN_BYTES, Extent
 
+BLOCK: Final = 512  # tokens
+_PATIENCE: Final = 32  # lines
+_NO_DIGEST: Final = bytes(32)
 _FIRST_LOOK: Final = 256 * TOKEN_BYTES
 _LONGEST_LOOK: Final = 2**16 * TOKEN_BYTES
 _ENDLESS: Final = 2**63
@@ -64,39 +71,51 @@ class PrefixMatch(NamedTuple):
 
 
 class _Line:
-    """Path tokens ``[start, ...)`` of ``extent``. ``grown``: (number of a node, path index up to which it brought the line).
+    """Path tokens ``[start, ...)`` of ``extent``, where ``parent`` is left. Made by nodes, which are known by their numbers.
 
-    ``ends``: (path index, number of the node) for the first node that ends there. ``media``: the placeholders on it.
+    ``grown``: (number, path index up to which that node brought the line). ``ends``: (path index, number) of the first node that
+    ends there. ``media``: the placeholders on it. ``digests``: of the path up to the end of each block that ends on it.
     """
 
-    __slots__ = ("ends", "extent", "grown", "media", "number")
+    __slots__ = ("digests", "ends", "extent", "grown", "media", "number", "parent", "start")
 
-    def __init__(self, number: int, extent: Extent) -> None:
+    def __init__(self, number: int, parent: _Line | None, start: int, extent: Extent) -> None:
         self.number = number
+        self.parent = parent
+        self.start = start
         self.extent = extent
         self.grown: list[tuple[int, int]] = []
         self.ends: list[tuple[int, int]] = []
         self.media: list[Placeholders] = []
+        self.digests: dict[int, bytes] = {}
 
     def visible(self, count: int) -> int:
         """Path index up to which the first ``count`` nodes brought it; 0 where none of them did."""
         at = bisect_left(self.grown, (count, 0)) - 1
         return self.grown[at][1] if at >= 0 else 0
 
+    def digest(self, block: int) -> bytes:
+        """The digest of its path up to the end of a block."""
+        line: _Line | None = self
+        while line is not None and line.start >= block * BLOCK:
+            line = line.parent
+        return _NO_DIGEST if line is None else line.digests[block]
+
 
 class PrefixIndex:
     """The trie of the first ``len(nodes)`` nodes of a tree, root first."""
 
-    __slots__ = ("_branches", "_lines", "_places", "nodes")
+    __slots__ = ("_blocks", "_branches", "_lines", "_places", "nodes")
 
     def __init__(self, root: Node) -> None:
-        line = _Line(0, root._extent)
+        line = _Line(0, None, 0, root._extent)
         line.grown.append((0, 0))
         line.ends.append((0, 0))
         self.nodes = [root]
         self._lines = [line]
         self._branches: dict[Any, _Line] = {}  # by line, path index and what stands there
         self._places: dict[bytes, int] = {root.id: 0}  # the line that each node ends on
+        self._blocks: dict[bytes, _Line] = {}  # by digest, the line that the block ends on
 
     def add(self, node: Node) -> None:
         """Add the next node in commit order. Where this was interrupted, the same node is simply added again."""
@@ -105,49 +124,62 @@ class PrefixIndex:
         start, stop = node.start, node.stop
         line = self._lines[self._places[node.parent.id]]
         if start < stop:
-            extent = node._extent
-            history = History(start, extent.read_bytes(start, stop), placeholders_of(node.media, start))
-            line, known = self._follow(line, start, history, _ENDLESS)[-1]
+            history = History(start, node._extent.read_bytes(start, stop), placeholders_of(node.media, start))
+            line, known, _ = self._follow(line, start, history, _ENDLESS, _ENDLESS)
             if known < stop:
-                reached = line.grown[-1][1]
-                if known < reached or line.extent is not extent:
-                    branch = _Line(len(self._lines), extent)
-                    branch.media += placeholders_behind(history.media, known)
-                    branch.grown.append((number, stop))
-                    self._lines.append(branch)
-                    self._branches[_key(line, known, history)] = branch
-                    line = branch
-                else:
-                    join_placeholders(
-                        line.media, placeholders_behind(history.media, max(known, line.media[-1].stop if line.media else 0))
-                    )
-                    line.grown.append((number, stop))
+                branches = known < line.grown[-1][1] or line.extent is not node._extent
+                left, line = line, _Line(len(self._lines), line, known, node._extent) if branches else line
+                known_media = max(known, line.media[-1].stop if line.media else 0)
+                join_placeholders(line.media, placeholders_behind(history.media, known_media))
+                self._add_blocks(line, node, known)
+                line.grown.append((number, stop))  # from here on the rest is seen
+                if branches:
+                    self._lines.append(line)
+                    self._branches[_key(left, known, history)] = line
             at = bisect_left(line.ends, (stop, 0))
             if at == len(line.ends) or line.ends[at][0] != stop:
                 insort(line.ends, (stop, number))
         self._places[node.id] = line.number
         self.nodes.append(node)
 
+    def _add_blocks(self, line: _Line, node: Node, known: int) -> None:
+        """Take in the blocks that end on a line because of ``node``, behind path index ``known``."""
+        first, last = known // BLOCK, node.stop // BLOCK
+        if first == last:
+            return
+        digest = line.digest(first)
+        start, stop = first * BLOCK, last * BLOCK
+        history = History(start, node._extent.read_bytes(start, stop), placed_media(node, start, stop))
+        for block in range(first + 1, last + 1):
+            digest = _digest(digest, block, history)
+            line.digests[block] = digest
+            self._blocks[digest] = line
+
     def search(self, history: History, count: int) -> PrefixMatch:
         """How far ``history``, from the root on, is known among the first ``count`` nodes."""
-        route = self._follow(self._lines[0], 0, history, count)
-        line, length = route[-1]
-        node = next(node for passed, left in reversed(route) if (node := self._last_end(passed, left, count)) is not None)
+        line, length, on = self._follow(self._lines[0], 0, history, count, _PATIENCE)
+        if on:
+            line, length = self._skip(line, length, history, count)
+            line, length, _ = self._follow(line, length, history, count, _ENDLESS)
+        node = self._last_end(line, length, count)
         if length == node.stop:
             return PrefixMatch(node, length, None)
         maker = bisect_left(line.grown, length, key=lambda grown: grown[1])
         return PrefixMatch(node, length, self.nodes[line.grown[maker][0]])
 
-    def _last_end(self, line: _Line, left: int, count: int) -> Node | None:
-        """The node that ends last on ``line`` at or before path index ``left``."""
-        at = bisect_right(line.ends, (left, _ENDLESS)) - 1
-        while at >= 0 and line.ends[at][1] >= count:
-            at -= 1
-        return self.nodes[line.ends[at][1]] if at >= 0 else None
+    def _last_end(self, line: _Line, left: int, count: int) -> Node:
+        """The node that ends last at or before path index ``left`` of ``line``."""
+        while True:
+            at = bisect_right(line.ends, (left, _ENDLESS)) - 1
+            while at >= 0 and line.ends[at][1] >= count:
+                at -= 1
+            if at >= 0:
+                return self.nodes[line.ends[at][1]]
+            assert line.parent is not None  # the root ends on the first line
+            line, left = line.parent, line.start
 
-    def _follow(self, line: _Line, at: int, history: History, count: int) -> list[tuple[_Line, int]]:
-        """The lines that ``history`` goes along from path index ``at`` of ``line``, each with the path index where it leaves it."""
-        route = []
+    def _follow(self, line: _Line, at: int, history: History, count: int, most: int) -> tuple[_Line, int, bool]:
+        """Where ``history`` leads to from path index ``at`` of ``line``, and whether it goes on there: after ``most`` branches."""
         stop = history.stop
         while True:
             number, reached = line.grown[-1]
@@ -155,13 +187,34 @@ class PrefixIndex:
                 reached = line.visible(count)
             if at < reached:
                 at = _common(line, at, min(reached, stop), history)
-            route.append((line, at))
             if at >= stop:
-                return route
+                return line, at, False
             branch = self._branches.get(_key(line, at, history))
             if branch is None or branch.grown[0][0] >= count:
-                return route
-            line = branch
+                return line, at, False
+            if not most:
+                return line, at, True
+            line, most = branch, most - 1
+
+    def _skip(self, line: _Line, at: int, history: History, count: int) -> tuple[_Line, int]:
+        """As far as ``history``, known up to path index ``at`` of ``line``, is known by whole blocks."""
+        digest = line.digest(at // BLOCK)
+        for block in range(at // BLOCK + 1, history.stop // BLOCK + 1):
+            digest = _digest(digest, block, history)
+            found = self._blocks.get(digest)
+            if found is None or found.visible(count) < block * BLOCK:
+                break
+            line, at = found, block * BLOCK
+        return line, at
+
+
+def _digest(before: bytes, block: int, history: History) -> bytes:
+    """The digest of a path up to the end of a block; ``before``: that of the block before."""
+    start, stop = (block - 1) * BLOCK, block * BLOCK
+    shift = history.origin * TOKEN_BYTES
+    data = history.data[start * TOKEN_BYTES - shift : stop * TOKEN_BYTES - shift]
+    media = [tuple(piece) for piece in placeholders_between(history.media, start, stop)] if history.media else None
+    return sha256(before + data + pack(media)).digest() if media else sha256(before + data).digest()
 
 
 def _key(line: _Line, at: int, history: History) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from sessiontree.node import MediaSpan, Node, clipped_spans, lowest_common_ances
 __all__ = ["Diff", "Order", "Problem", "descendants", "diff", "lowest_common_ancestor", "validate"]
 
 Order = Literal["commit", "depth_first"]
-Children = Callable[[Node], Sequence[tuple[int, Node]]]
+Children = Callable[[Node], Iterable[tuple[int, Node]]]
 DiffKind = Literal["same", "end", "media", "token", "position"]
 ProblemKind = Literal["unanswered_call", "unrequested_result", "repeated_result", "extended_truncated", "malformed"]
 
@@ -104,11 +104,11 @@ def _in_commit_order(node: Node, children: Children) -> Iterator[Node]:
 
 
 def _depth_first(node: Node, children: Children) -> Iterator[Node]:
-    waiting = [child for _, child in reversed(children(node))]
+    waiting = [child for _, child in children(node)][::-1]
     while waiting:
         node = waiting.pop()
         yield node
-        waiting += [child for _, child in reversed(children(node))]
+        waiting += [child for _, child in children(node)][::-1]
 
 
 class Problem(NamedTuple):

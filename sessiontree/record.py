@@ -50,7 +50,7 @@ class Recorded(NamedTuple):
 
 def plan_record(
     match: PrefixMatch,
-    beside: Sequence[Node],
+    beside: Iterable[Node],
     prompt: bytes,
     completion: bytes,
     media: Sequence[MediaItem],
@@ -92,12 +92,13 @@ def _known_part(match: PrefixMatch) -> tuple[int, Plan]:
         return match.node.stop, Plan(match.node, ())
 
 
-def _fork(match: PrefixMatch, beside: Sequence[Node], prompt: bytes) -> Fork | None:
+def _fork(match: PrefixMatch, beside: Iterable[Node], prompt: bytes) -> Fork | None:
     index = match.length
     given = int(token_array(prompt)[index]) if index < len(prompt) // TOKEN_BYTES else None
-    others: Iterable[Node] = (match.within,) if match.within is not None else (child for child in beside if len(child))
-    other = next(iter(others), None)
-    if other is None or (given is None and match.within is None):
+    other = match.within
+    if other is None and given is not None:
+        other = next((child for child in beside if len(child)), None)
+    if other is None:
         return None  # nothing goes on from there, or the prompt ends where a turn does
     known = int(other.input_ids(index, index + 1)[0])
     kind: ForkKind = "end" if given is None else "media" if known == given else "token"

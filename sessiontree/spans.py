@@ -6,6 +6,7 @@ is cut into spans and turns. :class:`Placeholders` are such stretches, sorted, w
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -59,7 +60,17 @@ def placeholder_at(media: Sequence[Placeholders], at: int) -> Placeholders | Non
 
 def placeholders_behind(media: Sequence[Placeholders], start: int) -> list[Placeholders]:
     """What of ``media`` stands at or behind path index ``start``."""
-    return [_clipped(piece, start, piece.stop) for piece in media if piece.stop > start]
+    return [_clipped(piece, start, piece.stop) for piece in media[_first_behind(media, start) :]]
+
+
+def placeholders_between(media: Sequence[Placeholders], start: int, stop: int) -> list[Placeholders]:
+    """What of ``media`` stands in path tokens ``[start, stop)``."""
+    found = []
+    for piece in itertools.islice(media, _first_behind(media, start), None):
+        if piece.start >= stop:
+            break
+        found.append(_clipped(piece, start, stop))
+    return found
 
 
 def common_placeholders(one: Sequence[Placeholders], two: Sequence[Placeholders], start: int, stop: int) -> int:

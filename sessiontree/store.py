@@ -51,17 +51,17 @@ class Session:
 
     __slots__ = (
         "__weakref__",
-        "_active",
         "_closed",
         "_generations",
         "_id",
         "_incarnation",
+        "_last_used",
         "_limits",
         "_lock",
         "_open_drafts",
-        "_seen",
         "_store",
         "_tree",
+        "_used",
     )
 
     def __init__(self, session_id: str, incarnation: int, tree: SessionTree, store: SessionStore) -> None:
@@ -74,8 +74,8 @@ class Session:
         self._closed = False
         self._generations = itertools.count(1)
         self._open_drafts: WeakSet[Draft] = WeakSet()
-        self._seen = tree  # as it was at the last tick, and
-        self._active = store._now  # the last tick before it was seen to change
+        self._used = True  # since the last tick
+        self._last_used = -math.inf  # the last tick that found it used
 
     # Reading
 
@@ -256,10 +256,10 @@ class Session:
         finish_reason = checked_finish_reason(finish_reason)
         prompt, completion = (token_bytes(ids, self.max_tokens) for ids in (prompt_token_ids, completion_token_ids))
         items, tree = tuple(media), self._tree
-        match = tree.longest_prefix(token_array(prompt), items)
+        match = tree._longest_prefix(prompt, items)
         plan, reused, fork = plan_record(
             match,
-            tree.children(match.node),
+            (child for _, child in tree._children(match.node)),
             prompt,
             completion,
             items,
@@ -284,6 +284,7 @@ class Session:
                 after, node = before._attach_alone(parent, turn, details, None, reserved, carry)
                 if self._tree is before:
                     self._tree = after
+                    self._used = True
                     return node
                 carry = False  # what comes in between may come in again: be quick
 
@@ -301,6 +302,7 @@ class Session:
                 after, result = operation(before)
                 if self._tree is before:
                     self._tree = after
+                    self._used = True
                     return result
 
     def truncate(self, node: Node | bytes, length: int) -> Node:
@@ -373,11 +375,11 @@ class Session:
         self._store._forget(self)
 
     def _expire(self, now: float, idle_ttl: float) -> bool:
-        """Close it if nothing was written for ``idle_ttl``, in the store's time, and no draft is open."""
+        """Close it if it lay idle for ``idle_ttl``, in the store's time, and no draft is open."""
         with self._lock:
-            if self._tree is not self._seen or any(not draft.closed for draft in self._open_drafts):
-                self._seen, self._active = self._tree, now
-            if self._closed or now - self._active < idle_ttl:
+            if self._used or any(not draft.closed for draft in self._open_drafts):
+                self._used, self._last_used = False, now
+            if self._closed or now - self._last_used < idle_ttl:
                 return False
             self._closed = True
         self._store._forget(self)
@@ -508,6 +510,7 @@ class SessionStore:
             found = self._sessions.get(session_id)
         if found is None:
             raise UnknownSession(f"no open session {session_id!r}", session_id=session_id)
+        found._used = True
         return found
 
     def sessions(self) -> tuple[str, ...]:
@@ -519,9 +522,9 @@ class SessionStore:
     def tick(self, now: float) -> tuple[str, ...]:
         """Tell the store the time; ids of the sessions that it closes for it, in the order they were opened.
 
-        Those are closed in which nothing was written for ``idle_ttl``, counted from the tick after which it was, and no draft is
-        open. There is no clock in here: the same calls close the same sessions on every rank. Nodes that readers hold stay
-        readable. Raises OutOfRange for a time before the last one.
+        Those are closed that lay idle for ``idle_ttl`` and have no open draft. A write, a commit or a ``get`` is use, counted from
+        the first tick after it. There is no clock in here: the same calls close the same sessions on every rank. Nodes that
+        readers hold stay readable. Raises OutOfRange for a time before the last one.
         """
         if isinstance(now, bool) or not isinstance(now, (int, float)):
             raise TypeError(f"a time is a number, not {type(now).__name__}")

@@ -210,7 +210,11 @@ class Extent:
         return np.frombuffer(memoryview(self.buffer)[offset:end].tobytes(), INT32)
 
     def view(self, start: int, stop: int) -> NDArray[np.int32]:
-        """Path tokens ``[start, stop)`` of a node on this extent, as a read-only int32 view of what everybody reads."""
+        """Path tokens ``[start, stop)`` of a node on this extent, as a read-only int32 view of what everybody reads.
+
+        Where they lie in several extents, the whole path is gathered and kept for the next time; a window of less than half of it
+        is only gathered.
+        """
         if start == stop:
             return _NO_TOKENS
         extent: Extent | None = self
@@ -219,7 +223,7 @@ class Extent:
         assert extent is not None
         if start >= extent.origin:
             return np.frombuffer(extent.buffer, INT32, stop - start, (start - extent.origin) * TOKEN_BYTES)
-        path = extent.paths.read(extent, stop)
+        path = extent.paths.read(extent, stop) if start <= stop // 2 else None
         if path is None:
             return np.frombuffer(extent.read_bytes(start, stop), INT32)
         return np.frombuffer(path, INT32, stop - start, start * TOKEN_BYTES)
@@ -323,8 +327,11 @@ class PathCache:
         return made.buffer
 
     def _bury(self) -> None:
-        while self._dead:
-            key = self._dead.popleft()
+        while True:
+            try:
+                key = self._dead.popleft()
+            except IndexError:  # a signal handler may have been here since any look at it
+                return
             known = self._paths.get(key)
             if known is not None and known.extent() is None:
                 self._forget(key)

@@ -153,7 +153,7 @@ class SessionTree(Sealed):
         """Children in commit order."""
         return tuple(child for _, child in self._children(self._resolve(node)))
 
-    def _children(self, node: Node) -> list[tuple[int, Node]]:
+    def _children(self, node: Node) -> Iterator[tuple[int, Node]]:
         return self._index.children(node, self._count)
 
     def siblings(self, node: Node | bytes) -> tuple[Node, ...]:
@@ -193,7 +193,9 @@ class SessionTree(Sealed):
         proportional to the history, whatever is in the tree; nodes that were added since the last call are taken in first, a
         few µs each. Raises OutOfRange and MediaSpanError for a history that cannot be.
         """
-        data, items = token_bytes(token_ids), tuple(media)
+        return self._longest_prefix(token_bytes(token_ids), tuple(media))
+
+    def _longest_prefix(self, data: bytes, items: tuple[MediaItem, ...]) -> PrefixMatch:
         placements(items, len(data) // TOKEN_BYTES)
         return self._index.prefixes(self._count).search(History(0, data, placeholders_of(items, 0)), self._count)
 

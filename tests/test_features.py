@@ -694,17 +694,17 @@ def test_c73_a_row_of_a_tensor_does_not_keep_its_batch() -> None:
 
 
 def test_c73_the_account_is_what_is_allocated() -> None:
-    """Within ``OVERHEAD_BYTES`` an array, whatever the size: at 0 bytes a quarter less is allocated."""
-    for size in (0, 16, 4096, 65_536):
+    """Within a third of ``OVERHEAD_BYTES`` an array, whatever the size."""
+    for size in (0, 4096, 65_536):
         store = FeatureStore(2**30)
         store.put(item("first"), np.zeros(1))
         held = store.held_bytes
         value = np.zeros(size, np.uint8)
         with traced() as allocated:
-            for number in range(500):
+            for number in range(200):
                 store.put(item(number), value)
             measured, counted = allocated(), store.held_bytes - held
-        assert 0.8 * counted - 500 * OVERHEAD_BYTES * 0.1 <= measured <= counted
+        assert counted - 200 * OVERHEAD_BYTES * 0.3 <= measured <= counted
         store.clear()
         assert store.held_bytes == 0
 
@@ -792,6 +792,7 @@ def test_the_store_lets_go_at_once() -> None:
     assert end() is None
     end = weakref.ref(store.put(item(2), pixels()))
     store.drop(item(2))
+    assert item(2) not in store
     store.drop(item(2))
     assert end() is None
     array = store.put(item(3), pixels(3))["features"]
@@ -858,12 +859,34 @@ def test_who_takes_features_by_a_weak_reference_while_they_go_keeps_them() -> No
     audit(store)
 
 
+def test_references_that_are_miscounted_cost_no_features_that_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They only plan; weak references have the last word, and the search for room comes to an end."""
+    store = units(3)
+    held = [store.put(item(number), pixels(number)) for number in range(2)]
+    store.put(item(2), pixels(2))
+    calls = 0
+
+    def none(table: Any, key: Any) -> int:
+        nonlocal calls
+        calls += 1
+        assert calls < 100
+        return 0
+
+    monkeypatch.setattr("sessiontree.features._references", none)
+    store.put(item(3), pixels(3))
+    assert item(2) not in store
+    with pytest.raises(LimitExceeded):
+        store.put(item(4), pixels(0, 2048))
+    assert list(store.need([item(0), item(1)])) == held
+    audit(store)
+
+
 # --- coming in between ------------------------------------------------------------------------------------------------------
 
 
-def crowded() -> FeatureStore:
-    """A store that is full: two contents that nobody holds, and one that is kept by itself in a list of the test."""
-    store = units(3)
+def stocked(size: int) -> FeatureStore:
+    """A store with three contents that nobody else holds: full if it is of size 3."""
+    store = units(size)
     for number in (1, 2, 3):
         store.put(item(number), {"a": pixels(number)})
     return store
@@ -897,7 +920,7 @@ def step(store: FeatureStore, what: str, held: list[Features]) -> None:
             held.clear()
         else:
             assert store.held_bytes <= store.budget_bytes
-            assert len(store) <= 3
+            assert len(store) <= 5
             assert isinstance(item(4) in store, bool)
 
 
@@ -918,12 +941,15 @@ def one_of_each(store: FeatureStore, held: list[Features]) -> None:
     audit(store)
 
 
-@pytest.mark.parametrize("what", STEPS)
-@pytest.mark.parametrize("between", BETWEEN)
-def test_whatever_comes_in_between(what: str, between: str) -> None:
+PLACES = [(3, what, between) for what in STEPS for between in BETWEEN]
+PLACES += [(6, what, between) for _, what, between in PLACES if what.startswith("put") and between.startswith("put")]
+
+
+@pytest.mark.parametrize(("size", "what", "between"), PLACES)
+def test_whatever_comes_in_between(size: int, what: str, between: str) -> None:
     places = 0
     while True:
-        store = crowded()
+        store = stocked(size)
         held: list[Features] = []
         with coming_in(places, partial(step, store, between, held)) as ran:
             step(store, what, held)
@@ -950,7 +976,7 @@ def interrupt() -> None:
 def test_interrupted_anywhere_a_store_goes_on(what: str) -> None:
     places = 0
     while True:
-        store = crowded()
+        store = stocked(3)
         held: list[Features] = []
         with suppress(KeyboardInterrupt), coming_in(places, interrupt) as ran:
             step(store, what, held)
@@ -986,7 +1012,7 @@ def test_a_signal_handler_uses_the_store_it_interrupts() -> None:
         busy = False
 
     with alarms(handler, 0.001):
-        end = time.monotonic() + 0.7
+        end = time.monotonic() + 0.5
         number = 0
         while time.monotonic() < end:
             number += 1
@@ -995,7 +1021,7 @@ def test_a_signal_handler_uses_the_store_it_interrupts() -> None:
                 assert features["a"][0] == number % 7
             if number % 4 == 0:
                 store.drop(item(number % 5))
-    assert handled > 50
+    assert handled > 30
     del features
     one_of_each(store, mine)
     mine.clear()

@@ -1,5 +1,6 @@
 # One way to do each task. Each target makes the virtual environment and installs what it needs.
-# Variables: PYTHON, the interpreter that makes .venv (3.11 or newer); JOBS, the number of test processes.
+# Variables: PYTHON, the interpreter that makes .venv (3.11 or newer); JOBS, the number of test processes; PEERS=1, install the peers
+# that benchmarks measure when they are there.
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -30,7 +31,7 @@ check: .venv/dev.stamp ## lint, formatting, types and the layers
 	$(BIN)/mypy $(CHECKED)
 	$(BIN)/lint-imports
 
-bench: .venv/demo.stamp ## measure: a table, and one line of JSON for each figure
+bench: $(if $(PEERS),.venv/peers.stamp,.venv/demo.stamp) ## measure: a table, and one line of JSON for each figure; PEERS=1 adds LangGraph
 	$(BIN)/python benchmarks/tree.py
 
 soak: .venv/dev.stamp ## run every test, the long ones too, at soak length
@@ -52,6 +53,10 @@ clean: ## remove all that these targets made
 .venv/demo.stamp: .venv/made.stamp pyproject.toml constraints.txt
 	$(PIP) hatchling editables
 	$(PIP) --no-build-isolation --editable '.[demo]'
+	@touch $@
+
+.venv/peers.stamp: .venv/demo.stamp
+	$(PIP) --no-build-isolation --editable '.[demo,peers]'
 	@touch $@
 
 .venv/dev.stamp: .venv/demo.stamp

@@ -1,0 +1,78 @@
+"""The ways of keeping a history that figures are compared with, each as its users do it. All run in the process of the figures.
+
+``lists``: request objects, every turn copies its parent's ids and adds its own. ``torch.cat``: the same with tensors.
+``ChainNode``: a parent pointer and an array a turn, concatenated when the path is read. ``langgraph_turns``: LangGraph's
+InMemorySaver with the ids as a state channel, an optional install (``make bench PEERS=1``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+def lists(turn: list[int]) -> Iterator[list[int]]:
+    """A history that grows by ``turn`` with every step."""
+    ids: list[int] = []
+    while True:
+        ids = ids + turn  # a new list, as the child's own
+        yield ids
+
+
+def tensors(turn: torch.Tensor) -> Iterator[torch.Tensor]:
+    ids = torch.empty(0, dtype=torch.int32)
+    while True:
+        ids = torch.cat([ids, turn])
+        yield ids
+
+
+@attrs.frozen(eq=False)
+class ChainNode:
+    """A turn that knows its parent."""
+
+    parent: ChainNode | None
+    ids: NDArray[np.int32]
+
+    def path_ids(self) -> NDArray[np.int32]:
+        pieces = []
+        node: ChainNode | None = self
+        while node is not None:
+            pieces.append(node.ids)
+            node = node.parent
+        return np.concatenate(pieces[::-1])
+
+
+def chains(turn: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
+    node = None
+    while True:
+        node = ChainNode(node, turn.copy())
+        yield node.path_ids()
+
+
+def langgraph_turns(turn: list[int]) -> Callable[[int], float] | None:
+    """A function that puts so many turns into a new saver and gives its seconds; None where LangGraph is not installed."""
+    try:
+        from langgraph.checkpoint.base import empty_checkpoint
+        from langgraph.checkpoint.memory import InMemorySaver
+    except ImportError:
+        return None
+
+    def put(count: int) -> float:
+        saver = InMemorySaver()
+        config = {"configurable": {"thread_id": "bench", "checkpoint_ns": ""}}
+        ids: list[int] = []
+        start = time.perf_counter()
+        for number in range(count):
+            ids = ids + turn
+            checkpoint = empty_checkpoint()
+            checkpoint["channel_values"] = {"token_ids": ids}
+            checkpoint["channel_versions"] = {"token_ids": number}
+            config = saver.put(config, checkpoint, {"step": number}, {"token_ids": number})
+        return time.perf_counter() - start
+
+    return put

@@ -58,8 +58,8 @@ def request_inputs(
     """Request inputs for the tokens of a node's or draft's path from ``prefix_len`` on.
 
     ``prefix_len``: how many tokens the engine has in its KV cache already, 0..stop; it may lie in any ancestor, inside media
-    too. ``mode``: "as_decoded" matches the KV that exists, "as_replayed" a prefill of the whole history. ``features``: refuse
-    with NeedsMedia unless the features of every needed item are held; none are kept by this version's stores.
+    too. ``mode``: "as_decoded" matches the KV that exists, "as_replayed" a prefill of the whole history. ``features``: bring
+    along those of every needed item, or raise NeedsMedia, whose ``items`` are the ones to put first.
 
     Raises OutOfRange, PositionError for the mode, NeedsMedia.
     """

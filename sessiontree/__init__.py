@@ -5,6 +5,7 @@ and branching make new nodes that share everything with their parent.
 """
 
 from sessiontree import pickling as _pickling  # noqa: F401  # nodes and trees can be pickled from here on
+from sessiontree.details import Link
 from sessiontree.draft import Draft, extend_drafts
 from sessiontree.edits import Edit
 from sessiontree.errors import (
@@ -36,7 +37,7 @@ from sessiontree.errors import (
 )
 from sessiontree.features import Features
 from sessiontree.media import MediaItem, media_identity
-from sessiontree.node import Link, Namespace, Node
+from sessiontree.node import Namespace, Node
 from sessiontree.positions import ExternalPositions, PositionScheme, PositionState
 from sessiontree.prefixes import PrefixMatch
 from sessiontree.query import Diff, Problem

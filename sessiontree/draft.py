@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pyrsistent import PMap
 
+from sessiontree.details import Details, TailPolicy
 from sessiontree.errors import (
     DraftClosed,
     FinishRefused,
@@ -25,7 +26,7 @@ from sessiontree.errors import (
 )
 from sessiontree.frozen import checked_text, frozen_array, handed_out
 from sessiontree.media import MediaItem
-from sessiontree.node import Details, MediaSpan, Node, Origin, TailPolicy, positions_in, write_positions
+from sessiontree.node import MediaSpan, Node, Origin, positions_in, write_positions
 from sessiontree.positions import Mode, PositionScheme, PositionState
 from sessiontree.positions.runs import write
 from sessiontree.tokens import (

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from sessiontree.details import Details, Link
 from sessiontree.digest import pack
 from sessiontree.errors import MediaSpanError, OutOfRange, Unsupported
 from sessiontree.media import MediaItem, in_token_order, placements
-from sessiontree.node import Details, Link, Node, deepest_from, deepest_to
+from sessiontree.node import Node, deepest_from, deepest_to
 from sessiontree.positions import ExternalPositions
 from sessiontree.positions.runs import TableRun
-from sessiontree.tokens import TOKEN_BYTES, TokenIds, as_index, shown, token_array, token_bytes
+from sessiontree.tokens import MAX_TOKEN_ID, TOKEN_BYTES, TokenIds, as_index, in_range, shown, token_array, token_bytes
 from sessiontree.turns import Pending, plan_turn
 
 
@@ -31,6 +32,14 @@ class Edit(NamedTuple):
     stop: int
     token_ids: TokenIds = ()
     media: Sequence[MediaItem] = ()
+
+
+class _Rewritten(NamedTuple):
+    """What takes the place of a turn, and whether any token of that remains."""
+
+    data: bytes
+    media: list[MediaItem]
+    remains: bool
 
 
 class Plan(NamedTuple):
@@ -62,21 +71,23 @@ class Content(NamedTuple):
     positions: ExternalPositions | ArrayLike | None
 
 
-def without_bos(content: Content, bos_token_id: int) -> Content:
-    """A turn without the BOS token it begins with, if it does: ids, spans and positions together.
+def without_bos(parent: Node, content: Content, bos_token_id: int) -> Content:
+    """A turn that continues a history, without the BOS token it begins with, if it does: ids, spans and positions together.
 
-    Raises MediaSpanError where a media span covers it.
+    Raises OutOfRange for what is no token id, MediaSpanError where a media span covers the token.
     """
-    bos = as_index(bos_token_id, "a BOS token id").to_bytes(8, "little", signed=True)
+    bos = in_range(bos_token_id, MAX_TOKEN_ID, "strip_bos", "token ids")
     data, media, positions = content.data, tuple(content.media), content.positions
-    if not data or data[:TOKEN_BYTES] != bos[:TOKEN_BYTES]:
+    if not parent.stop or data[:TOKEN_BYTES] != bos.to_bytes(TOKEN_BYTES, "little"):
         return Content(data, media, positions)
     for start, stop, item in placements(media, len(data) // TOKEN_BYTES)[:1]:
         if start == 0:
             raise MediaSpanError(f"{item}: span [{start}, {stop}) covers the BOS token to strip", item=item, span=(start, stop))
     if positions is not None:
         given = positions if isinstance(positions, ExternalPositions) else ExternalPositions(positions)
-        positions = ExternalPositions(given.positions[..., 1:], given.next_position, given.max_position)
+        table = given.positions
+        if table.ndim == 2:  # else it is refused with the turn
+            positions = ExternalPositions(table[:, 1:], given.next_position, given.max_position)
     return Content(data[TOKEN_BYTES:], items_behind(media, 1), positions)
 
 
@@ -124,6 +135,7 @@ def plan_rewrite(node: Node, edits: Iterable[Edit | Sequence[Any]]) -> Plan:
     source = sources[changed]
     shared = source.start + same
     made: list[Pending] = []
+    replaces = False  # whether the turn made last has nothing of the one whose place it takes
     if same == len(source):
         parent = source
     elif same:
@@ -131,14 +143,19 @@ def plan_rewrite(node: Node, edits: Iterable[Edit | Sequence[Any]]) -> Plan:
         made.append(beginning)
     else:
         parent = source.parent or source
-    data, media = turns[changed]
-    turns[changed] = data[same * TOKEN_BYTES :], items_behind(media, same)
+    data, media, remains = turns[changed]
+    turns[changed] = _Rewritten(data[same * TOKEN_BYTES :], items_behind(media, same), remains)
 
-    for source, (data, media) in zip(sources[changed:], turns[changed:], strict=True):
+    for source, (data, media, remains) in zip(sources[changed:], turns[changed:], strict=True):
         at = made[-1].turn if made else parent
         under_root = not made and parent.parent is None
         if not data and (source.start < source.stop or source is sources[changed] or under_root):
-            continue  # emptied by the edits; or an empty turn, which says nothing under the root
+            # Emptied by the edits; or an empty turn, which says nothing under the root. Where one edit put something else in the
+            # place of whole turns, this one among them, that stands for all of them.
+            taken = (change.data and change.start < source.start and source.stop <= change.stop for change in changes)
+            if made and replaces and any(taken):
+                made[-1] = _standing_for(made[-1], source)
+            continue
         turn = plan_turn(node.scheme, at, data, media, "input", source.role or "user", _key_of(source, data, media))
         if not made and (stood := _next_on_path(node, parent)) is not None and stood.id == turn.id:
             parent, shared = stood, stood.stop  # what the edit made is what stood there
@@ -146,8 +163,17 @@ def plan_rewrite(node: Node, edits: Iterable[Edit | Sequence[Any]]) -> Plan:
         if source is not sources[changed] or same < len(source):
             _refuse_table(source)
         links = (Link("derived_from", source.id, shared),)
-        made.append(Pending(turn, Details(source._details.metadata, source.finish_reason, source.tail_policy, links)))
+        metadata = source._details.metadata
+        if not remains:  # nothing is left of the turn that made or answered tool calls
+            metadata = metadata.discard("tool_calls").discard("tool_call_id")
+        made.append(Pending(turn, Details(metadata, source.finish_reason, source.tail_policy, links)))
+        replaces = not remains
     return Plan(parent, tuple(made))
+
+
+def _standing_for(pending: Pending, source: Node) -> Pending:
+    details = pending.details
+    return pending._replace(details=details._replace(links=(details.links[0]._replace(node_id=source.id),)))
 
 
 def plan_linear(nodes: Sequence[Node]) -> Plan:
@@ -159,9 +185,11 @@ def plan_linear(nodes: Sequence[Node]) -> Plan:
         raise OutOfRange("a path through no turns", value=0, limit=1)
     first = nodes[0]
     made: list[Pending] = []
+    seen = {first.id}
     for node in nodes[1:]:
-        if node.parent is None or node.parent != first.parent or node in nodes[: nodes.index(node)]:
+        if node.parent is None or node.parent != first.parent or node.id in seen:
             raise Unsupported(f"{node!r} is no sibling of {first!r}, or stands there twice", node=node)
+        seen.add(node.id)
         _refuse_table(node)
         data = node._extent.read_bytes(node.start, node.stop)
         at = made[-1].turn if made else first
@@ -192,9 +220,9 @@ def _next_on_path(node: Node, parent: Node) -> Node | None:
     return node.ancestor(parent.depth + 1) if parent.depth < node.depth else None
 
 
-def _first_difference(sources: Sequence[Node], turns: Sequence[tuple[bytes, list[MediaItem]]]) -> tuple[int, int]:
+def _first_difference(sources: Sequence[Node], turns: Sequence[_Rewritten]) -> tuple[int, int]:
     """Which source is the first that does not stay as it is, and how many tokens at its beginning do."""
-    for number, (source, (data, media)) in enumerate(zip(sources, turns, strict=True)):
+    for number, (source, (data, media, _)) in enumerate(zip(sources, turns, strict=True)):
         same = _same_tokens(source, data, media)
         if same < len(source) or same < len(data) // TOKEN_BYTES:
             return number, same
@@ -251,7 +279,7 @@ def _checked(node: Node, edits: Iterable[Edit | Sequence[Any]]) -> list[_Change]
     return changes
 
 
-def _rewritten(source: Node, changes: Sequence[_Change], *, takes_end: bool) -> tuple[bytes, list[MediaItem]]:
+def _rewritten(source: Node, changes: Sequence[_Change], *, takes_end: bool) -> _Rewritten:
     """Tokens and media of the turn that takes ``source``'s place.
 
     A change belongs to the turn it starts in; one at the very end to the last turn (``takes_end``).
@@ -275,7 +303,8 @@ def _rewritten(source: Node, changes: Sequence[_Change], *, takes_end: bool) -> 
     pieces.append(source._extent.read_bytes(at, source.stop))
     for item in source.media:
         media += _moved(item, source.start, kept, changes)
-    return b"".join(pieces), media
+    remains = source.start == source.stop or any(first < last for first, last, _ in kept)
+    return _Rewritten(b"".join(pieces), media, remains)
 
 
 def _moved(item: MediaItem, start: int, kept: Sequence[tuple[int, int, int]], changes: Sequence[_Change]) -> list[MediaItem]:

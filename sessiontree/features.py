@@ -197,7 +197,7 @@ class FeatureStore:
     ``put``, ``get`` and ``need``; ``in`` and ``len`` are not.
     """
 
-    __slots__ = ("__weakref__", "_budget_bytes", "_dead", "_died", "_entries", "_held", "_kept", "_lock", "_puts")
+    __slots__ = ("__weakref__", "_budget_bytes", "_closed", "_dead", "_died", "_entries", "_held", "_kept", "_lock", "_puts")
 
     def __init__(self, budget_bytes: int = DEFAULT_BUDGET) -> None:
         budget = as_index(budget_bytes, "budget_bytes")
@@ -205,6 +205,7 @@ class FeatureStore:
             raise OutOfRange(f"budget_bytes is {shown(budget)}, below 0", value=budget, limit=0)
         self._budget_bytes = budget
         self._lock = new_lock()
+        self._closed = False
         self._kept: OrderedDict[tuple[Any, ...], Features] = OrderedDict()  # the longest unused first
         self._entries: dict[tuple[Any, ...], _Entry] = {}  # all that live, kept or not
         self._held = 0  # what all entries have counted
@@ -312,6 +313,11 @@ class FeatureStore:
             dropped, self._kept = self._kept, OrderedDict()
         del dropped
 
+    def close(self) -> None:
+        """Keep nothing from now on. What others hold is still found; ``put`` raises StoreClosed."""
+        self._closed = True
+        self.clear()
+
     def __len__(self) -> int:
         with self._lock:
             self._settle()
@@ -335,6 +341,8 @@ class FeatureStore:
             features = None if entry is None else entry()
             if features is None:
                 return None
+            if self._closed:
+                return features
             if self._entries[content] is entry:  # no call until it is kept: nothing newer comes in between
                 self._kept[content] = features
                 self._kept.move_to_end(content)

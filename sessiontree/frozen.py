@@ -86,13 +86,15 @@ def to_numpy(value: Any) -> Any:
 
 
 def frozen_array(values: ArrayLike) -> NDArray[Any]:
-    """A read-only C-ordered copy of ``values`` over a ``bytes`` object of its own."""
+    """A read-only copy of ``values`` over a ``bytes`` object of its own, in C order and native byte order."""
     try:
         array = np.asarray(to_numpy(values))
     except ValueError as error:
         raise TypeError(f"no array can be made of it: {error}") from None
     if array.dtype.hasobject:
         raise TypeError(f"an array of {array.dtype} cannot be frozen")
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     data = array.tobytes()
     if len(data) == 1:
         data += b"\0"  # Python has one object for each single byte; this one is to be nobody else's

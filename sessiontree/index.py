@@ -8,18 +8,15 @@ readers need none, since they never look beyond their count. Nothing is ever tak
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
 from array import array
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from threading import get_ident
+from typing import NamedTuple
 
 from sessiontree.locks import new_lock
 from sessiontree.node import Node
 from sessiontree.prefixes import PrefixIndex
-
-#: For deriving children and prefixes, of whatever index: readers do it, and no writer is to wait for them.
-_linking_lock: Final = new_lock()
 
 
 class Limits(NamedTuple):
@@ -46,6 +43,7 @@ class NodeIndex:
         "_first_child",
         "_last_child",
         "_linking",
+        "_linking_lock",
         "_next_sibling",
         "_prefixes",
         "_tip_ids",
@@ -89,7 +87,8 @@ class NodeIndex:
         self._tip_source = None if tip_source is None else weakref.ref(tip_source)
         self._tip_ids: dict[bytes, int] | None = None
         self._children_seen = 0
-        self._linking = 0  # the process in which links are being made
+        self._linking_lock = new_lock()  # for deriving children and prefixes: readers do it, and no writer is to wait for them
+        self._linking = 0  # the thread in which that is going on; a forked child has but one
         self._first_child: dict[bytes, int] = {}
         self._last_child: dict[bytes, int] = {}
         self._next_sibling = array("q")
@@ -204,10 +203,10 @@ class NodeIndex:
         """
         if self._children_seen == len(self.nodes):
             return True
-        with _linking_lock:
-            if self._linking == os.getpid():
+        with self._linking_lock:
+            if self._linking == get_ident():
                 return False
-            self._linking = os.getpid()
+            self._linking = get_ident()
             try:
                 siblings, base = self._next_sibling, self.base_count
                 for at in range(self._children_seen, len(self.nodes)):
@@ -234,10 +233,10 @@ class NodeIndex:
         known = self._prefixes
         if known is not None and len(known.nodes) >= count:
             return known
-        with _linking_lock:
-            if self._linking == os.getpid():
+        with self._linking_lock:
+            if self._linking == get_ident():
                 return self._add_prefixes(PrefixIndex(self.root), count)  # one for this call alone
-            self._linking = os.getpid()
+            self._linking = get_ident()
             try:
                 if self._prefixes is None:
                     self._prefixes = PrefixIndex(self.root)

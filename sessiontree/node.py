@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pyrsistent import PMap
 
+from sessiontree.details import NO_DETAILS, Details, Link, TailPolicy, with_open_calls
 from sessiontree.digest import root_id
 from sessiontree.errors import OutOfRange, PositionError
 from sessiontree.features import FeatureStore
-from sessiontree.frozen import EMPTY_METADATA, Sealed, checked_text, frozen_array, handed_out, no_subclasses, seal
+from sessiontree.frozen import Sealed, checked_text, frozen_array, handed_out, no_subclasses, seal
 from sessiontree.media import MediaItem
 from sessiontree.positions import MODES, Mode, PositionScheme, PositionState
 from sessiontree.positions.runs import Runs, write
@@ -28,8 +29,6 @@ from sessiontree.spans import Placeholders, common_placeholders, join_placeholde
 from sessiontree.tokens import INT32, Extent, Position, in_range, window
 
 Origin = Literal["input", "generated"]
-LinkKind = Literal["derived_from", "prefix_of"]
-TailPolicy = Literal["keep", "drop_last"]
 MediaSpan = tuple[MediaItem, int, int]
 
 
@@ -56,30 +55,6 @@ class Namespace(NamedTuple):
         return cls(
             **{name: None if field is None else checked_text(field, f"namespace field {name}") for name, field in fields.items()}
         )
-
-
-class Link(NamedTuple):
-    """An edge to a node this one was made from.
-
-    ``derived_from``: a rewritten turn and the turn it replaces; ``prefix_of``: a turn cut short and the whole of it.
-    ``reused_tokens``: how many tokens from the root on the two paths share.
-    """
-
-    kind: LinkKind
-    node_id: bytes
-    reused_tokens: int
-
-
-class Details(NamedTuple):
-    """What a node carries outside its identity."""
-
-    metadata: PMap[str, Any] = EMPTY_METADATA
-    finish_reason: str | None = None
-    tail_policy: TailPolicy | None = None
-    links: tuple[Link, ...] = ()
-
-
-NO_DETAILS: Final = Details()
 
 
 class TurnPositions(NamedTuple):
@@ -406,6 +381,9 @@ def make_child(
     beyond = None if jump is None else jump[2]
     jump = beyond if beyond is not None and depth - jump[3] == jump[3] - beyond[3] else above  # type: ignore[index]
     depth += 1
+    before = parent._details
+    if details is not NO_DETAILS or before is not NO_DETAILS:
+        details = with_open_calls(before, details, depth)
     _set_id(node, identity)
     _set_parent(node, parent)
     _set_start(node, parent.stop)
@@ -444,6 +422,9 @@ def _parent(node: Node) -> Node:
 
 def lowest_common_ancestor(one: Node, two: Node) -> Node | None:
     """The deepest node that is on both paths, in O(log depth); None where the roots differ."""
+    for node in (one, two):
+        if type(node) is not Node:
+            raise TypeError(f"an ancestor is asked for of Nodes, not {type(node).__name__}")
     depth = min(one._up[3], two._up[3])
     one, two = one.ancestor(depth), two.ancestor(depth)
     if one.id == two.id:

@@ -1,8 +1,10 @@
 """Nodes and trees through pickle, for workers and data loaders of one machine.
 
 What goes over is flat: one record a node in commit order, its parent by number, so a path of any depth takes no recursion.
-Positions go as they are stored, so no rule is applied again; ids are computed again and compared, so nothing damaged comes back.
-Features, and what a session adds to a tree (its lock, its drafts, its store), stay behind.
+Positions go as they are stored, so no rule is applied again. Ids are computed again and compared, so no content comes back
+damaged; positions, metadata, links and heads are no part of ids and are taken as they come. Features, and what a session adds to
+a tree (its lock, its drafts, its store), stay behind. Several nodes of one tree are best sent as the tree and their ids: each
+node brings the whole of its path.
 """
 
 from __future__ import annotations
@@ -13,16 +15,17 @@ from typing import Any, NamedTuple
 
 from pyrsistent import pmap
 
+from sessiontree.details import NO_DETAILS, Details
 from sessiontree.digest import content_prefix, node_id
 from sessiontree.edits import has_table
 from sessiontree.errors import CorruptTree
 from sessiontree.frozen import freeze_metadata
 from sessiontree.index import Limits
 from sessiontree.media import MediaItem
-from sessiontree.node import Details, Lineage, Namespace, Node, Origin, TurnPositions
+from sessiontree.node import Lineage, Namespace, Node, Origin, TurnPositions
 from sessiontree.positions import PositionScheme, PositionState
 from sessiontree.positions.runs import Runs
-from sessiontree.tokens import PathCache
+from sessiontree.tokens import TOKEN_BYTES, PathCache
 from sessiontree.tree import DEFAULT_PATH_CACHE_BYTES, Head, SessionTree, new_tree
 from sessiontree.turns import Turn
 
@@ -57,7 +60,8 @@ def _records(nodes: Iterable[Node]) -> list[_Record]:
             continue
         data = node._extent.read_bytes(node.start, node.stop)
         content = (data, node.media, node.origin, str(node.role), node.key)
-        placed = (node.runs, node.state, node.replayed, node._details, has_table(node))
+        details = node._details._replace(open_calls=NO_DETAILS.open_calls)  # they follow from the path
+        placed = (node.runs, node.state, node.replayed, details, has_table(node))
         records.append(_Record(node.id, numbers[node.parent.id], *content, *placed))
     return records
 
@@ -69,14 +73,20 @@ def _constants(root: Node, limits: Limits) -> _Constants:
 def _rebuilt(constants: _Constants, root_id: bytes, records: Sequence[_Record]) -> tuple[SessionTree, list[Node]]:
     """The tree of some records and its nodes in their order, the root last.
 
-    Raises CorruptTree where an id is not that of its content.
+    Raises CorruptTree where an id is not that of its content, or a record does not follow from those before it.
     """
     scheme, namespace, fingerprint, limits = constants
     tree = new_tree(Lineage(scheme, namespace, fingerprint), limits, PathCache(DEFAULT_PATH_CACHE_BYTES))
     nodes: list[Node] = []
     _check(tree.root.id, root_id)
     for record in records:
+        if not -1 <= record.parent < len(nodes):
+            raise CorruptTree(f"node {record.id[:4].hex()} has record {record.parent} as its parent, which is none before it")
         parent = nodes[record.parent] if record.parent >= 0 else tree.root
+        if record.state.num_tokens != parent.stop + len(record.data) // TOKEN_BYTES:
+            raise CorruptTree(
+                f"node {record.id[:4].hex()} has a state of {record.state.num_tokens} tokens, which it does not end at"
+            )
         table = (record.runs, record.state) if record.external else None
         head = content_prefix(record.origin, record.role, record.key, tuple(item.fields() for item in record.media), table)
         identity = node_id(parent.id, head, record.data)
@@ -102,6 +112,9 @@ def _tree(
     constants: _Constants, root_id: bytes, records: Sequence[_Record], heads: dict[str, tuple[int, int]], moves: int
 ) -> SessionTree:
     tree, nodes = _rebuilt(constants, root_id, records)
+    for name, (number, _) in heads.items():
+        if not -1 <= number < len(records):
+            raise CorruptTree(f"head {name!r} is at record {number} of {len(records)}")
     named = {name: Head(nodes[number], version) for name, (number, version) in heads.items()}
     return tree._with_heads(pmap(named), moves)
 

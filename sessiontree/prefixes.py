@@ -12,7 +12,7 @@ is there stays there and every step leaves the trie right.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from hashlib import sha256
 from struct import Struct
@@ -89,10 +89,23 @@ class _Line:
         self.media: list[Placeholders] = []
         self.digests: dict[int, bytes] = {}
 
+    def add_end(self, at: int, number: int) -> None:
+        """Note the node that ends at path index ``at``, if it is the first. A list that a reader has in hand never moves."""
+        ends = self.ends
+        if not ends or ends[-1][0] < at:
+            ends.append((at, number))
+        elif (place := bisect_left(ends, (at, 0))) == len(ends) or ends[place][0] != at:
+            self.ends = [*ends[:place], (at, number), *ends[place:]]
+
     def visible(self, count: int) -> int:
         """Path index up to which the first ``count`` nodes brought it; 0 where none of them did."""
         at = bisect_left(self.grown, (count, 0)) - 1
         return self.grown[at][1] if at >= 0 else 0
+
+    def maker(self, at: int) -> int:
+        """The number of the node that brought it as far as path index ``at``; endless where none has."""
+        number = bisect_left(self.grown, at, key=lambda grown: grown[1])
+        return self.grown[number][0] if number < len(self.grown) else _ENDLESS
 
     def digest(self, block: int) -> bytes:
         """The digest of its path up to the end of a block."""
@@ -105,7 +118,7 @@ class _Line:
 class PrefixIndex:
     """The trie of the first ``len(nodes)`` nodes of a tree, root first."""
 
-    __slots__ = ("_blocks", "_branches", "_lines", "_places", "nodes")
+    __slots__ = ("_blocks", "_branches", "_first_branches", "_lines", "_places", "nodes")
 
     def __init__(self, root: Node) -> None:
         line = _Line(0, None, 0, root._extent)
@@ -114,6 +127,7 @@ class PrefixIndex:
         self.nodes = [root]
         self._lines = [line]
         self._branches: dict[Any, _Line] = {}  # by line, path index and what stands there
+        self._first_branches: dict[int, int] = {}  # by line and path index, the number of the node
         self._places: dict[bytes, int] = {root.id: 0}  # the line that each node ends on
         self._blocks: dict[bytes, _Line] = {}  # by digest, the line that the block ends on
 
@@ -135,10 +149,9 @@ class PrefixIndex:
                 line.grown.append((number, stop))  # from here on the rest is seen
                 if branches:
                     self._lines.append(line)
+                    self._first_branches.setdefault(_place(left, known), number)
                     self._branches[_key(left, known, history)] = line
-            at = bisect_left(line.ends, (stop, 0))
-            if at == len(line.ends) or line.ends[at][0] != stop:
-                insort(line.ends, (stop, number))
+            line.add_end(stop, number)
         self._places[node.id] = line.number
         self.nodes.append(node)
 
@@ -155,26 +168,29 @@ class PrefixIndex:
             line.digests[block] = digest
             self._blocks[digest] = line
 
-    def search(self, history: History, count: int) -> PrefixMatch:
-        """How far ``history``, from the root on, is known among the first ``count`` nodes."""
+    def search(self, history: History, count: int) -> tuple[PrefixMatch, Node | None]:
+        """How far ``history``, from the root on, is known among the first ``count`` nodes.
+
+        And the earliest node that goes on from there, otherwise than the history where that goes on too; None where none does.
+        """
         line, length, on = self._follow(self._lines[0], 0, history, count, _PATIENCE)
         if on:
             line, length = self._skip(line, length, history, count)
             line, length, _ = self._follow(line, length, history, count, _ENDLESS)
         node = self._last_end(line, length, count)
-        if length == node.stop:
-            return PrefixMatch(node, length, None)
-        maker = bisect_left(line.grown, length, key=lambda grown: grown[1])
-        return PrefixMatch(node, length, self.nodes[line.grown[maker][0]])
+        within = None if length == node.stop else self.nodes[line.maker(length)]
+        beyond = min(line.maker(length + 1), self._first_branches.get(_place(line, length), _ENDLESS))
+        return PrefixMatch(node, length, within), self.nodes[beyond] if beyond < count else None
 
     def _last_end(self, line: _Line, left: int, count: int) -> Node:
         """The node that ends last at or before path index ``left`` of ``line``."""
         while True:
-            at = bisect_right(line.ends, (left, _ENDLESS)) - 1
-            while at >= 0 and line.ends[at][1] >= count:
+            ends = line.ends
+            at = bisect_right(ends, (left, _ENDLESS)) - 1
+            while at >= 0 and ends[at][1] >= count:
                 at -= 1
             if at >= 0:
-                return self.nodes[line.ends[at][1]]
+                return self.nodes[ends[at][1]]
             assert line.parent is not None  # the root ends on the first line
             line, left = line.parent, line.start
 
@@ -220,9 +236,13 @@ def _digest(before: bytes, block: int, history: History) -> bytes:
 def _key(line: _Line, at: int, history: History) -> Any:
     """By what a branch that leaves ``line`` at path index ``at`` is found."""
     offset = (at - history.origin) * TOKEN_BYTES
-    plain = (line.number << 64) + (at << 32) + _token(history.data, offset)[0]
+    plain = (_place(line, at) << 32) + _token(history.data, offset)[0]
     piece = placeholder_at(history.media, at) if history.media else None
     return plain if piece is None else (plain, piece.content, piece.first + at - piece.start)
+
+
+def _place(line: _Line, at: int) -> int:
+    return (line.number << 32) + at
 
 
 _token = Struct("<i").unpack_from

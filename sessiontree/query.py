@@ -7,35 +7,39 @@ that gives its children, as a tree's index does: (ordinal, node) pairs in commit
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+import itertools
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sessiontree.details import tool_calls
 from sessiontree.errors import Unsupported
 from sessiontree.frozen import checked_text
-from sessiontree.node import MediaSpan, Node, clipped_spans, lowest_common_ancestor
+from sessiontree.node import MediaSpan, Node, clipped_spans, lowest_common_ancestor, placed_media
+from sessiontree.spans import Placeholders
 
 __all__ = ["Diff", "Order", "Problem", "descendants", "diff", "lowest_common_ancestor", "validate"]
 
 Order = Literal["commit", "depth_first"]
 Children = Callable[[Node], Iterable[tuple[int, Node]]]
-DiffKind = Literal["same", "end", "media", "token", "position"]
+DiffKind = Literal["same", "end", "media", "token", "position", "root"]
 ProblemKind = Literal["unanswered_call", "unrequested_result", "repeated_result", "extended_truncated", "malformed"]
 
 #: Finish reasons of replies that were cut off before the model ended them.
-TRUNCATED: Final = frozenset({"length", "interrupted"})
+TRUNCATED: Final = frozenset({"length", "max_tokens", "interrupted"})
 
 
 class Diff(NamedTuple):
     """What two paths have alike, and what each has behind that.
 
     ``ancestor``: the deepest node on both, None where the roots differ. ``shared_prefix_len``: tokens alike from the root on: ids,
-    media, and positions as decoded. ``kind``: what differs first, "end" where one path ends, "same" for equal paths. ``removed``,
-    ``added``: (n,) int32, the remaining tokens of the first and of the second path. ``removed_media``, ``added_media``: (item,
-    start, stop) in path coordinates for those media of the remainders that the other remainder does not hold.
+    media, and positions as decoded. ``kind``: what differs first, "end" where one path ends, "root" where the roots differ, so that
+    nothing is shared, "same" for equal paths. ``removed``, ``added``: (n,) int32, the remaining tokens of the first and of the
+    second path. ``removed_media``, ``added_media``: (item, start, stop) in path coordinates for those media of the remainders
+    that the other remainder does not hold.
     """
 
     ancestor: Node | None
@@ -49,18 +53,19 @@ class Diff(NamedTuple):
 
 def diff(one: Node, two: Node) -> Diff:
     """How the path of ``two`` differs from that of ``one``. O(what stands behind the deepest node on both)."""
-    shared = one.shared_prefix_len(two)
+    ancestor, shared = lowest_common_ancestor(one, two), one.shared_prefix_len(two)
     removed, added = one.input_ids(shared), two.input_ids(shared)
-    gone, come = one.media_spans(shared), two.media_spans(shared)
     kind: DiffKind
-    if not len(removed) or not len(added):
+    if ancestor is None:
+        kind = "root"
+    elif not len(removed) or not len(added):
         kind = "end" if len(removed) or len(added) else "same"
     elif _placeholder(one, shared) != _placeholder(two, shared):
         kind = "media"
     else:
         kind = "token" if removed[0] != added[0] else "position"
-    ancestor = lowest_common_ancestor(one, two)
-    return Diff(ancestor, shared, kind, removed, added, _without(gone, come), _without(come, gone))
+    gone, come = placed_media(one, shared, one.stop), placed_media(two, shared, two.stop)
+    return Diff(ancestor, shared, kind, removed, added, _spans_without(one, gone, come), _spans_without(two, come, gone))
 
 
 def _placeholder(node: Node, index: int) -> Any:
@@ -68,17 +73,17 @@ def _placeholder(node: Node, index: int) -> Any:
     return next(((item.content(), number) for item, _, _, number in clipped_spans(node, index, index + 1)), None)
 
 
-def _without(spans: Sequence[MediaSpan], others: Sequence[MediaSpan]) -> tuple[MediaSpan, ...]:
-    """Those spans whose content, counted, the others do not have."""
-    held = Counter((item.content(), stop - start) for item, start, stop in others)
-    left = []
-    for item, start, stop in spans:
-        content = (item.content(), stop - start)
-        if held[content]:
-            held[content] -= 1
+def _spans_without(node: Node, media: Sequence[Placeholders], others: Sequence[Placeholders]) -> tuple[MediaSpan, ...]:
+    """Spans of those ``media`` of a path that the others, counted, do not have."""
+    held = Counter((piece.content, piece.first, piece.stop - piece.start) for piece in others)
+    spans: list[MediaSpan] = []
+    for piece in media:
+        what = (piece.content, piece.first, piece.stop - piece.start)
+        if held[what]:
+            held[what] -= 1
         else:
-            left.append((item, start, stop))
-    return tuple(left)
+            spans += node.media_spans(piece.start, piece.stop)
+    return tuple(spans)
 
 
 def descendants(node: Node, children: Children, order: Order = "commit") -> Iterator[Node]:
@@ -116,9 +121,9 @@ class Problem(NamedTuple):
 
     ``kind``: "unanswered_call": ``node`` made a tool call that no later node of the path answers; "unrequested_result": it
     answers one that no earlier node made; "repeated_result": one that is answered already; "extended_truncated": a reply that
-    was cut off (finish reason "length" or "interrupted") and has a successor on the path; "malformed": metadata that name tool
-    calls in another form than ids. ``call_id``: the tool call's, where there is one. ``elsewhere``: results for it that are
-    recorded beside the path, as siblings of its nodes.
+    was cut off (finish reason "length", "max_tokens" or "interrupted") and has a successor on the path; "malformed": metadata
+    that name tool calls in another form than ids. ``call_id``: the tool call's, where there is one. ``elsewhere``: results for
+    it that are recorded beside the path: as other children of its nodes, or below such.
     """
 
     kind: ProblemKind
@@ -138,70 +143,56 @@ def validate(node: Node, children: Children, *, allow_extend_truncated: bool = F
     Tool calls are what metadata say: ``tool_calls``, the ids made, and ``tool_call_id``, the id answered.
     """
     path = node.path()
-    made: dict[str, Node] = {}
-    answered: set[str] = set()
+    ever_made: set[str] = set()
     problems: list[Problem] = []
-    for at, turn in enumerate(path):
-        calls, answer, malformed = tool_calls(turn)
+    for before, turn in itertools.pairwise((path[0], *path)):
+        made, answered, malformed = tool_calls(turn._details.metadata)
         if malformed:
             problems.append(Problem("malformed", turn))
-        for call in calls:
-            made.setdefault(call, turn)
-        if answer is not None:
-            if answer not in made:
-                problems.append(Problem("unrequested_result", turn, answer))
-            elif answer in answered:
-                problems.append(Problem("repeated_result", turn, answer))
-            answered.add(answer)
-        if not allow_extend_truncated and turn.finish_reason in TRUNCATED and at + 1 < len(path):
+        if answered is not None and answered not in before._details.open_calls:
+            problems.append(Problem("repeated_result" if answered in ever_made else "unrequested_result", turn, answered))
+        ever_made.update(made)
+        cut_off = turn.finish_reason is not None and turn.finish_reason.strip().casefold() in TRUNCATED
+        if cut_off and not allow_extend_truncated and turn is not path[-1]:
             problems.append(Problem("extended_truncated", turn))
-    open_calls = {call: turn for call, turn in made.items() if call not in answered}
-    if open_calls:
-        beside = _results_beside(path, path, open_calls, children)
-        problems += [Problem("unanswered_call", turn, call, tuple(beside.get(call, ()))) for call, turn in open_calls.items()]
-        problems.sort(key=lambda problem: problem.node.depth)
+    calls = node._details.open_calls
+    beside = _results_beside(node, node.depth, children)
+    for depth in sorted(set(calls.values())):
+        turn = path[depth]
+        unanswered = (call for call in tool_calls(turn._details.metadata).made if calls.get(call) == depth)
+        problems += [Problem("unanswered_call", turn, call, tuple(beside.get(call, ()))) for call in unanswered]
+    problems.sort(key=lambda problem: problem.node.depth)
     return tuple(problems)
 
 
-def tool_calls(node: Node) -> tuple[tuple[str, ...], str | None, bool]:
-    """Ids of the tool calls a node made, the id of the one it answers, and whether its metadata name any in another form."""
-    metadata = node._details.metadata
-    if not metadata:
-        return (), None, False
-    calls, answer = metadata.get("tool_calls") or (), metadata.get("tool_call_id")
-    ids = tuple(call for call in calls if isinstance(call, str)) if isinstance(calls, tuple) else ()
-    malformed = not isinstance(calls, tuple) or len(ids) < len(calls) or not (answer is None or isinstance(answer, str))
-    return ids, answer if isinstance(answer, str) else None, malformed
-
-
-def _results_beside(
-    path: Sequence[Node], parents: Sequence[Node], calls: dict[str, Node], children: Children
-) -> dict[str, list[Node]]:
-    """Results for ``calls`` beside ``path``: children of ``parents`` at or behind the turn that made the call, by call."""
-    found: dict[str, list[Node]] = {}
-    on_path = {turn.id for turn in path}
-    first = min(turn.depth for turn in calls.values())
-    for parent in parents:
-        if parent.depth < first:
-            continue
-        for _, child in children(parent):
-            answer = tool_calls(child)[1]
-            if answer in calls and parent.depth >= calls[answer].depth and child.id not in on_path:
-                found.setdefault(answer, []).append(child)
-    return found
-
-
 def sibling_results(node: Node, children: Children) -> tuple[Node, ...]:
-    """Where a path ends among the results of one turn's tool calls: results for those it does not answer, beside it."""
-    path = [node]
-    while tool_calls(path[-1])[1] is not None and path[-1].parent is not None:
-        path.append(path[-1].parent)
-    made = path[-1]
-    calls = dict.fromkeys(tool_calls(made)[0], made)
-    for turn in path[:-1]:
-        calls.pop(tool_calls(turn)[1] or "", None)
-    if len(path) == 1 or not calls:
-        return ()
-    path.reverse()
-    beside = _results_beside(path, path[:-1], calls, children)
-    return tuple(turn for turns in beside.values() for turn in turns)
+    """Results for tool calls that are open behind ``node``, where they were recorded beside its path."""
+    beside = _results_beside(node, node.depth - 1, children)
+    results = [turn for turns in beside.values() for turn in turns]
+    return tuple(sorted(results, key=lambda turn: turn.depth))
+
+
+def _results_beside(node: Node, last: int, children: Children) -> dict[str, list[Node]]:
+    """Results for the calls open behind ``node`` that stand beside its path, by call.
+
+    They hang on turns of the path from the one that made the call up to depth ``last``, or on other such results. Looks at nothing
+    that stands before the first open call.
+    """
+    calls = node._details.open_calls
+    found: dict[str, list[Node]] = {}
+    if not calls:
+        return found
+    first = min(calls.values())
+    turns = [node]
+    while turns[-1].depth > first:
+        turns.append(turns[-1].parent)  # type: ignore[arg-type]  # the root makes no calls
+    on_path = {turn.id for turn in turns}
+    waiting = deque(turn for turn in reversed(turns) if turn.depth <= last)
+    while waiting:
+        turn = waiting.popleft()
+        for _, child in children(turn):
+            answered = tool_calls(child._details.metadata).answered
+            if answered in calls and answered in turn._details.open_calls and child.id not in on_path:
+                found.setdefault(str(answered), []).append(child)
+                waiting.append(child)
+    return found

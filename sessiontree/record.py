@@ -6,13 +6,14 @@ there, or forks at the first token that differs, and says where and why. Nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from sessiontree.details import Details
 from sessiontree.edits import Plan, items_behind, plan_prefix
-from sessiontree.errors import Unsupported
+from sessiontree.errors import MediaSpanError, OutOfRange, Unsupported
 from sessiontree.media import MediaItem
-from sessiontree.node import Details, Node
+from sessiontree.node import Node
 from sessiontree.prefixes import PrefixMatch
 from sessiontree.tokens import TOKEN_BYTES, token_array
 from sessiontree.turns import Pending, Turn, plan_turn
@@ -50,7 +51,7 @@ class Recorded(NamedTuple):
 
 def plan_record(
     match: PrefixMatch,
-    beside: Iterable[Node],
+    beyond: Node | None,
     prompt: bytes,
     completion: bytes,
     media: Sequence[MediaItem],
@@ -63,9 +64,12 @@ def plan_record(
 ) -> tuple[Plan, int, Fork | None]:
     """The turns to attach for a prompt of which ``match`` is known, the completion last; what is reused, and the fork.
 
-    ``beside``: children of the match's node. Raises what appending and committing the turns would.
+    ``beyond``: the earliest node that goes on behind what is known.
+    Raises what appending and committing the turns would.
     """
     count = len(prompt) // TOKEN_BYTES
+    if not prompt and not completion:
+        raise OutOfRange("an empty completion of an empty prompt says nothing", value=0, limit=1)
     cut, (parent, turns) = _known_part(match)
     at: Node | Turn = turns[-1].turn if turns else parent
     made = list(turns)
@@ -75,31 +79,48 @@ def plan_record(
         made.append(Pending(turn, prompt_details))
         at = turn
     made.append(Pending(plan_turn(scheme, at, completion, (), "generated", completion_role, key), details))
-    return Plan(parent, tuple(made)), cut, _fork(match, beside, prompt)
+    return Plan(parent, tuple(made)), cut, _fork(match, beyond, prompt)
+
+
+def with_key(plan: Plan, key: str) -> Plan:
+    """The plan with another key of its completion."""
+    *turns, (turn, details, _) = plan.turns
+    at = turns[-1].turn if turns else plan.parent
+    keyed = plan_turn(plan.parent.scheme, at, turn.data, (), turn.origin, turn.role, key)
+    return Plan(plan.parent, (*turns, Pending(keyed, details)))
 
 
 def _known_part(match: PrefixMatch) -> tuple[int, Plan]:
-    """What of the known tokens is shared: all but a part of a media span, which cannot be cut; and the path of them."""
-    if match.within is None:
-        return match.length, Plan(match.node, ())
-    start = match.within.start
-    spans = (span for item in match.within.media for span in item.spans)
-    inside = [start + offset for offset, size in spans if start + offset < match.length < start + offset + size]
-    cut = max(match.node.stop, inside[0]) if inside else match.length
-    try:
-        return cut, plan_prefix(match.within, cut)
-    except Unsupported:  # a position table that only makes sense as a whole
-        return match.node.stop, Plan(match.node, ())
+    """What of the known tokens can be shared, and the path of them.
+
+    A media span cannot be cut, nor an item under a position table, nor a table that only makes sense as a whole: then what stands
+    before the span, the item or the turn.
+    """
+    within = match.within
+    if within is not None:
+        for cut in _cuts(within, match.length):
+            try:
+                if cut > match.node.stop:
+                    return cut, plan_prefix(within, cut)
+            except (MediaSpanError, Unsupported):
+                continue
+    return match.node.stop, Plan(match.node, ())
 
 
-def _fork(match: PrefixMatch, beside: Iterable[Node], prompt: bytes) -> Fork | None:
-    index = match.length
-    given = int(token_array(prompt)[index]) if index < len(prompt) // TOKEN_BYTES else None
-    other = match.within
-    if other is None and given is not None:
-        other = next((child for child in beside if len(child)), None)
-    if other is None:
+def _cuts(node: Node, at: int) -> list[int]:
+    """Path index ``at``, and where the span and the item begin that it lies inside of."""
+    begins = {at}
+    for item in node.media:
+        spans = [(node.start + offset, node.start + offset + size) for offset, size in item.spans]
+        begins |= {begin for begin, end in (*spans, (spans[0][0], spans[-1][1])) if begin < at < end}
+    return sorted(begins, reverse=True)
+
+
+def _fork(match: PrefixMatch, other: Node | None, prompt: bytes) -> Fork | None:
+    at = match.length
+    given = int(token_array(prompt)[at]) if at < len(prompt) // TOKEN_BYTES else None
+    if other is None or (given is None and match.within is None):
         return None  # nothing goes on from there, or the prompt ends where a turn does
-    known = int(other.input_ids(index, index + 1)[0])
+    known = int(other.input_ids(at, at + 1)[0])
     kind: ForkKind = "end" if given is None else "media" if known == given else "token"
-    return Fork(index, kind, other, known, given)
+    return Fork(at, kind, other, known, given)

@@ -16,22 +16,33 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakSet
 
+import numpy as np
 from numpy.typing import ArrayLike
 from pyrsistent import PMap, pmap
 
+from sessiontree.details import NO_DETAILS, Details
 from sessiontree.draft import Draft, checked_finish_reason
 from sessiontree.edits import Content, Edit, Plan, plan_linear, plan_prefix, plan_rewrite, without_bos
-from sessiontree.errors import KeyTaken, OutOfRange, SessionExists, StaleSession, StoreClosed, UnknownAlias, UnknownSession
+from sessiontree.errors import (
+    KeyTaken,
+    OutOfRange,
+    SessionExists,
+    StaleSession,
+    StoreClosed,
+    UnknownAlias,
+    UnknownSession,
+    Unsupported,
+)
 from sessiontree.features import DEFAULT_BUDGET as DEFAULT_FEATURE_BYTES
 from sessiontree.features import Features, FeatureStore
 from sessiontree.frozen import checked_text, freeze_metadata
 from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
-from sessiontree.node import NO_DETAILS, Details, Namespace, Node
+from sessiontree.node import Namespace, Node
 from sessiontree.positions import ExternalPositions, PositionScheme
 from sessiontree.prefixes import PrefixMatch
 from sessiontree.query import Diff, Order, Problem
-from sessiontree.record import Recorded, plan_record
+from sessiontree.record import Recorded, plan_record, with_key
 from sessiontree.tokens import PathCache, TokenIds, in_range, token_array, token_bytes
 from sessiontree.tree import DEFAULT_PATH_CACHE_BYTES, UNSET, Head, SessionTree, limits_of, lineage_of, new_tree
 from sessiontree.turns import Turn, plan_turn
@@ -75,7 +86,7 @@ class Session:
         self._generations = itertools.count(1)
         self._open_drafts: WeakSet[Draft] = WeakSet()
         self._used = True  # since the last tick
-        self._last_used = -math.inf  # the last tick that found it used
+        self._last_used = -math.inf  # the time when it was
 
     # Reading
 
@@ -175,6 +186,18 @@ class Session:
         """Unpaired tool calls and replies cut off and gone on from, on a node's path. See :meth:`SessionTree.validate`."""
         return self._tree.validate(path, allow_extend_truncated=allow_extend_truncated)
 
+    def to_text(self, *, max_nodes: int = 200) -> str:
+        """A picture of the tree for terminals. See :meth:`SessionTree.to_text`."""
+        return self._tree.to_text(max_nodes=max_nodes)
+
+    def to_dot(self) -> str:
+        """The tree in Graphviz's language. See :meth:`SessionTree.to_dot`."""
+        return self._tree.to_dot()
+
+    def to_networkx(self) -> Any:
+        """The tree as a graph of networkx. See :meth:`SessionTree.to_networkx`."""
+        return self._tree.to_networkx()
+
     # Writing
 
     def append(
@@ -194,8 +217,8 @@ class Session:
         parent = self._tree._resolve(parent)
         max_tokens, reserved = self._limits
         data = token_bytes(token_ids, max_tokens)
-        if strip_bos is not None and parent.stop:
-            data, media, positions = without_bos(Content(data, media, positions), strip_bos)
+        if strip_bos is not None:
+            data, media, positions = without_bos(parent, Content(data, media, positions), strip_bos)
         turn = plan_turn(parent._lineage.scheme, parent, data, media, "input", role, key, positions)
         details = NO_DETAILS if metadata is None else Details(freeze_metadata(metadata))
         return self._attach(parent, turn, details, reserved)
@@ -256,20 +279,26 @@ class Session:
         finish_reason = checked_finish_reason(finish_reason)
         prompt, completion = (token_bytes(ids, self.max_tokens) for ids in (prompt_token_ids, completion_token_ids))
         items, tree = tuple(media), self._tree
-        match = tree._longest_prefix(prompt, items)
+        match, beyond = tree._find_prefix(prompt, items)
         plan, reused, fork = plan_record(
             match,
-            (child for _, child in tree._children(match.node)),
+            beyond,
             prompt,
             completion,
             items,
-            role=role,
+            role=checked_text(role, "role"),
             completion_role=completion_role,
-            key=self._own_key(match.node) if key is None else key,
+            key=key,
             prompt_details=Details(freeze_metadata(prompt_metadata)),
             details=Details(freeze_metadata(metadata), finish_reason, "keep"),
         )
-        made = self._swap(lambda tree: tree._attach_all(plan, reserved=0))
+
+        def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
+            tree._check_limit(plan.stop, 0)
+            # Only now: a generation that is refused uses up no key.
+            return tree._attach_all(plan if key is not None else with_key(plan, self._own_key(plan.parent)), reserved=0)
+
+        made = self._swap(attach)
         assert made.parent is not None
         return Recorded(made.parent, made, reused, fork)
 
@@ -325,7 +354,7 @@ class Session:
         token_ids: TokenIds,
         *,
         head: str,
-        expected: Head | Node | None = UNSET,
+        expected: Head | Node | bytes | None = UNSET,
         media: Iterable[MediaItem] = (),
         role: str | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -360,7 +389,7 @@ class Session:
         tree = self._tree
         return self._planned(plan_linear([tree._resolve(node) for node in results]), 0)
 
-    def set_head(self, name: str, node: Node | bytes, expected: Head | Node | None = UNSET) -> Head:
+    def set_head(self, name: str, node: Node | bytes, expected: Head | Node | bytes | None = UNSET) -> Head:
         """Create or move a head, by compare-and-set where ``expected`` is given. See :meth:`SessionTree.set_head`."""
         return self._swap(lambda tree: tree.set_head(name, node, expected))
 
@@ -374,11 +403,13 @@ class Session:
             self._closed = True
         self._store._forget(self)
 
-    def _expire(self, now: float, idle_ttl: float) -> bool:
+    def _expire(self, before: float, now: float, idle_ttl: float) -> bool:
         """Close it if it lay idle for ``idle_ttl``, in the store's time, and no draft is open."""
         with self._lock:
-            if self._used or any(not draft.closed for draft in self._open_drafts):
-                self._used, self._last_used = False, now
+            if self._used:  # since the tick before, so at the time that one told
+                self._used, self._last_used = False, before if math.isfinite(before) else now
+            if any(not draft.closed for draft in self._open_drafts):
+                self._last_used = now
             if self._closed or now - self._last_used < idle_ttl:
                 return False
             self._closed = True
@@ -430,8 +461,8 @@ class SessionStore:
         path_cache_bytes: int = DEFAULT_PATH_CACHE_BYTES,
         idle_ttl: float | None = None,
     ) -> None:
-        if idle_ttl is not None and not (isinstance(idle_ttl, (int, float)) and idle_ttl > 0):
-            raise OutOfRange(f"idle_ttl is {idle_ttl!r}, not a time", value=idle_ttl, limit=0)
+        if idle_ttl is not None and not _time(idle_ttl, "idle_ttl") > 0:
+            raise OutOfRange(f"idle_ttl is {idle_ttl}, not above 0", value=idle_ttl, limit=0)
         self._lock = new_lock()
         self._sessions: dict[str, Session] = {}
         self._opened = 0
@@ -478,12 +509,14 @@ class SessionStore:
         return self._open(session_id, new_tree(lineage, limits_of(max_tokens, reserve_output), self._paths))
 
     def fork(self, session: Session, node: Node | bytes, new_session_id: str) -> Session:
-        """A session that holds the path of ``node``, shared; its heads are its own. See :meth:`SessionTree.forked`. O(1).
+        """A session that holds the path of ``node``, shared; its heads are its own. See :meth:`SessionTree.forked`.
 
-        Raises UnknownNode, SessionExists.
+        Raises UnknownNode, SessionExists, and Unsupported for a session of another store.
         """
         if not isinstance(session, Session):
             raise TypeError(f"a Session is forked, not {type(session).__name__}")
+        if session._store is not self:
+            raise Unsupported(f"{session!r} is a session of another store, where features of its media are", session_id=session.id)
         return self._open(new_session_id, session._tree.forked(node))
 
     def _open(self, session_id: str, tree: SessionTree) -> Session:
@@ -522,21 +555,21 @@ class SessionStore:
     def tick(self, now: float) -> tuple[str, ...]:
         """Tell the store the time; ids of the sessions that it closes for it, in the order they were opened.
 
-        Those are closed that lay idle for ``idle_ttl`` and have no open draft. A write, a commit or a ``get`` is use, counted from
-        the first tick after it. There is no clock in here: the same calls close the same sessions on every rank. Nodes that
-        readers hold stay readable. Raises OutOfRange for a time before the last one.
+        Those are closed that lay idle for ``idle_ttl`` and have no open draft. There is no clock in here: a write, a commit or a
+        ``get`` is use at the time that was told last (before the first tick: at that), so tell it often within an ``idle_ttl``. The
+        same calls close the same sessions on every rank. Nodes that readers hold stay readable. Raises OutOfRange for a time
+        before the last one.
         """
-        if isinstance(now, bool) or not isinstance(now, (int, float)):
-            raise TypeError(f"a time is a number, not {type(now).__name__}")
+        now = _time(now, "the time")
         with self._lock:
             self._check_open()
-            if not now >= self._now or now == math.inf:
+            if now < self._now:
                 raise OutOfRange(f"the time {now} after {self._now}", value=now, limit=self._now)
-            self._now = now
+            before, self._now = self._now, now
             open_sessions = tuple(self._sessions.values())
         if self._idle_ttl is None:
             return ()
-        return tuple(session.id for session in open_sessions if session._expire(now, self._idle_ttl))
+        return tuple(session.id for session in open_sessions if session._expire(before, now, self._idle_ttl))
 
     def put_features(self, item: MediaItem, features: Any) -> Features:
         """Keep features of an item (pixels, encoder outputs) by its content, under the budget. See :meth:`FeatureStore.put`.
@@ -597,7 +630,7 @@ class SessionStore:
             open_sessions = tuple(self._sessions.values())
         for session in open_sessions:
             session.close()
-        self._features.clear()
+        self._features.close()
         self._paths.clear()
 
     def _forget(self, session: Session) -> None:
@@ -620,3 +653,15 @@ class SessionStore:
 
     def __repr__(self) -> str:
         return f"<SessionStore in memory, sessions={len(self._sessions)}>"
+
+
+def _time(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{what} is a number, not {type(value).__name__}")
+    try:
+        time = float(value)
+    except OverflowError:
+        time = math.inf
+    if not math.isfinite(time):
+        raise OutOfRange(f"{what} is {time}, not a time", value=value, limit=math.inf)
+    return time

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 from pyrsistent import PMap, pmap
 
 from sessiontree import query, render
+from sessiontree.details import NO_DETAILS, Details
 from sessiontree.digest import ID_BYTES
 from sessiontree.edits import Content, Edit, Plan, plan_linear, plan_prefix, plan_rewrite, without_bos
 from sessiontree.errors import HeadMoved, KeyTaken, LimitExceeded, NameTaken, OutOfRange, UnknownHead, UnknownNode
@@ -24,7 +25,7 @@ from sessiontree.features import FeatureStore
 from sessiontree.frozen import Sealed, checked_text, freeze_metadata, handed_out, no_subclasses, seal
 from sessiontree.index import Limits, NodeIndex
 from sessiontree.media import MediaItem, placements
-from sessiontree.node import NO_DETAILS, Details, Lineage, Namespace, Node, make_child, make_root
+from sessiontree.node import Lineage, Namespace, Node, make_child, make_root
 from sessiontree.positions import ExternalPositions, PositionScheme
 from sessiontree.positions import scheme as scheme_named
 from sessiontree.prefixes import History, PrefixMatch
@@ -182,6 +183,8 @@ class SessionTree(Sealed):
         self, predicate: Callable[[Node], object], node: Node | bytes | None = None, order: Order = "commit"
     ) -> Iterator[Node]:
         """Those of ``node`` (None: the root) and its descendants for which ``predicate`` is true, one by one, as they are found."""
+        if not callable(predicate):
+            raise TypeError(f"a predicate is a function of a node, not {type(predicate).__name__}")
         start = self.root if node is None else self._resolve(node)
         return filter(predicate, itertools.chain((start,), query.descendants(start, self._children, order)))
 
@@ -193,9 +196,9 @@ class SessionTree(Sealed):
         proportional to the history, whatever is in the tree; nodes that were added since the last call are taken in first, a
         few µs each. Raises OutOfRange and MediaSpanError for a history that cannot be.
         """
-        return self._longest_prefix(token_bytes(token_ids), tuple(media))
+        return self._find_prefix(token_bytes(token_ids), tuple(media))[0]
 
-    def _longest_prefix(self, data: bytes, items: tuple[MediaItem, ...]) -> PrefixMatch:
+    def _find_prefix(self, data: bytes, items: tuple[MediaItem, ...]) -> tuple[PrefixMatch, Node | None]:
         placements(items, len(data) // TOKEN_BYTES)
         return self._index.prefixes(self._count).search(History(0, data, placeholders_of(items, 0)), self._count)
 
@@ -206,7 +209,8 @@ class SessionTree(Sealed):
         meant. Empty where nothing is wrong. See :class:`Problem`.
         """
         last = path[-1] if isinstance(path, (tuple, list)) and path else path
-        return query.validate(self._resolve(last), self._children, allow_extend_truncated=allow_extend_truncated)  # type: ignore[arg-type]
+        node = self._resolve(last)  # type: ignore[arg-type]  # which says so if it is neither
+        return query.validate(node, self._children, allow_extend_truncated=allow_extend_truncated)
 
     def to_text(self, *, max_nodes: int = 200) -> str:
         """A picture for terminals; at most ``max_nodes`` nodes, and how many are not shown."""
@@ -260,8 +264,8 @@ class SessionTree(Sealed):
         """
         parent = self._resolve(parent)
         data = token_bytes(token_ids, self.limits.max_tokens)
-        if strip_bos is not None and parent.stop:
-            data, media, positions = without_bos(Content(data, media, positions), strip_bos)
+        if strip_bos is not None:
+            data, media, positions = without_bos(parent, Content(data, media, positions), strip_bos)
         turn = plan_turn(parent.scheme, parent, data, media, "input", role, key, positions)
         details = NO_DETAILS if metadata is None else Details(freeze_metadata(metadata))
         return self._attach(parent, turn, details, reserved=self.limits.reserve_output)
@@ -287,7 +291,7 @@ class SessionTree(Sealed):
         token_ids: TokenIds,
         *,
         head: str,
-        expected: Head | Node | None = UNSET,
+        expected: Head | Node | bytes | None = UNSET,
         media: Iterable[MediaItem] = (),
         role: str | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -317,26 +321,28 @@ class SessionTree(Sealed):
         node = self._resolve(node)
         return self._attach_all(plan_rewrite(node, edits), node.stop)
 
-    def set_head(self, name: str, node: Node | bytes, expected: Head | Node | None = UNSET) -> tuple[SessionTree, Head]:
+    def set_head(self, name: str, node: Node | bytes, expected: Head | Node | bytes | None = UNSET) -> tuple[SessionTree, Head]:
         """Create or move a head: (the tree with it, the head).
 
-        Without ``expected`` there is no check; None: the name must be free, else NameTaken; a Head or Node: it must be what is
+        Without ``expected`` there is no check; None: the name must be free, else NameTaken; a Head, Node or id: it must be what is
         there, else HeadMoved, whose ``actual`` is the Head that is. Raises UnknownNode.
         """
         name = self._check_head(name, expected)
         head = Head(self._resolve(node), self._moves + 1)
         return self._with_heads(self._heads.set(name, head), head.version), head
 
-    def _check_head(self, name: str, expected: Head | Node | None) -> str:
+    def _check_head(self, name: str, expected: Head | Node | bytes | None) -> str:
         name = checked_text(name, "a head's name")
         actual = self._heads.get(name)
         if expected is None:
             if actual is not None:
                 raise NameTaken(f"head {name!r} exists, at {actual.node!r}", name=name, actual=actual)
         elif expected is not UNSET:
-            if not isinstance(expected, (Head, Node)):
-                raise TypeError(f"expected is a Head, a Node or None, not {type(expected).__name__}")
-            there = actual if isinstance(expected, Head) or actual is None else actual.node
+            if not isinstance(expected, (Head, Node, bytes)):
+                raise TypeError(f"expected is a Head, a Node, its id or None, not {type(expected).__name__}")
+            there: Head | Node | bytes | None = actual
+            if actual is not None and not isinstance(expected, Head):
+                there = actual.node if isinstance(expected, Node) else actual.node.id
             if there != expected:
                 raise HeadMoved(f"head {name!r} is at {_place(actual)}, not at {_place(expected)}", name=name, actual=actual)
         return name
@@ -350,9 +356,9 @@ class SessionTree(Sealed):
         return _value(self._index, self._count, heads, moves, self._writes)
 
     def forked(self, node: Node | bytes) -> SessionTree:
-        """A tree that holds the path of ``node``; nodes are shared, heads are not. O(1).
+        """A tree that holds the path of ``node``; nodes are shared, heads are not. O(1), but for open tool calls.
 
-        Where the path ends among the results of several tool calls that were recorded as siblings, it holds those too, as siblings:
+        Results for tool calls that the path made and does not answer, where they were recorded beside it, come along, as siblings:
         a fork drops none of them. To go on from all of them, see :meth:`linearize`.
         """
         node = self._resolve(node)
@@ -386,7 +392,7 @@ class SessionTree(Sealed):
         A path no longer than it ``was`` is never too long: its replies stood in the room kept for output already. ``reserved``:
         how many tokens to leave free for output, by default as many as for an append.
         """
-        if plan.stop > was:
+        if plan.turns and plan.stop > was:
             self._check_limit(plan.stop, self.limits.reserve_output if reserved is None else reserved)
         tree, node = self, plan.parent
         for turn, details, extent in plan.turns:
@@ -463,7 +469,9 @@ class SessionTree(Sealed):
             )
 
 
-def _place(head: Head | Node | None) -> str:
+def _place(head: Head | Node | bytes | None) -> str:
+    if isinstance(head, bytes):
+        return f"node {head[:4].hex()}"
     return f"version {shown(head.version)}, {head.node!r}" if isinstance(head, Head) else repr(head)
 
 

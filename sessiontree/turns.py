@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from numpy.typing import ArrayLike
 
+from sessiontree.details import NO_DETAILS, Details
 from sessiontree.digest import content_prefix, node_id
 from sessiontree.errors import PositionError
 from sessiontree.frozen import checked_text
 from sessiontree.media import MediaItem, in_token_order
-from sessiontree.node import NO_DETAILS, Details, Node, Origin, TurnPositions
+from sessiontree.node import Node, Origin, TurnPositions
 from sessiontree.positions import ExternalPositions, PositionScheme, PositionState
 from sessiontree.positions.runs import Runs
 from sessiontree.tokens import TOKEN_BYTES, Extent

@@ -241,8 +241,8 @@ class PositionScheme(Sealed):
 
     def plan_decode(self, state: PositionState, count: int) -> tuple[Runs, PositionState]:
         """Position runs of ``count`` generated tokens and the state after them."""
-        if count and state.open_block is not None:
-            _refuse_inside(state.open_block, "tokens cannot be generated")
+        if state.open_block is not None:
+            _refuse_inside(state.open_block, "nothing can be generated")
         if not count:
             return state.next_position, state
         base = state.max_position + 1

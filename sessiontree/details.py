@@ -1,0 +1,85 @@
+"""What a node carries outside its identity: metadata, how its generation ended, links, and the tool calls open on its path.
+
+Tool calls are what metadata say: ``tool_calls``, the ids a turn made (or mappings that have an ``id``), and ``tool_call_id``, the
+id it answers. A call is open until a later turn of the path answers it; each node knows those open behind it, so nobody has to walk
+the path for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+from pyrsistent import PMap, pmap
+
+from sessiontree.frozen import EMPTY_METADATA
+
+LinkKind = Literal["derived_from", "prefix_of"]
+TailPolicy = Literal["keep", "drop_last"]
+
+
+class Link(NamedTuple):
+    """An edge to a node this one was made from.
+
+    ``derived_from``: a rewritten turn and the last turn it stands for; ``prefix_of``: a turn cut short and the whole of it.
+    ``reused_tokens``: how many tokens from the root on the two paths share.
+    """
+
+    kind: LinkKind
+    node_id: bytes
+    reused_tokens: int
+
+
+class Details(NamedTuple):
+    """What a node carries outside its identity. ``open_calls``: by id, the depth of the turn that made the call first."""
+
+    metadata: PMap[str, Any] = EMPTY_METADATA
+    finish_reason: str | None = None
+    tail_policy: TailPolicy | None = None
+    links: tuple[Link, ...] = ()
+    open_calls: PMap[str, int] = pmap()
+
+
+NO_DETAILS: Final = Details()
+
+
+class ToolCalls(NamedTuple):
+    """What metadata say of tool calls: ids made, the id answered, and whether either is said in another form."""
+
+    made: tuple[str, ...]
+    answered: str | None
+    malformed: bool
+
+
+_NONE: Final = ToolCalls((), None, False)
+
+
+def tool_calls(metadata: PMap[str, Any]) -> ToolCalls:
+    """The tool calls that frozen metadata name."""
+    if not metadata:
+        return _NONE
+    calls, answer = metadata.get("tool_calls"), metadata.get("tool_call_id")
+    if calls is None or (not isinstance(calls, np.ndarray) and not calls):
+        calls = ()
+    made, malformed = [], not isinstance(calls, tuple)
+    for call in calls if isinstance(calls, tuple) else ():
+        name = call.get("id") if isinstance(call, PMap) else call
+        if isinstance(name, str):
+            made.append(name)
+        else:
+            malformed = True
+    answered = answer if isinstance(answer, str) else None
+    return ToolCalls(tuple(dict.fromkeys(made)), answered, malformed or answered is not answer)
+
+
+def with_open_calls(before: Details, details: Details, depth: int) -> Details:
+    """The details of a turn at ``depth``, behind one with those ``before``, with the calls that are open behind it."""
+    calls = before.open_calls
+    if details.metadata:
+        made, answered, _ = tool_calls(details.metadata)
+        if answered is not None:
+            calls = calls.discard(answered)
+        for call in made:
+            if call not in calls:
+                calls = calls.set(call, depth)
+    return details if calls is details.open_calls else details._replace(open_calls=calls)

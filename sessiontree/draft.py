@@ -8,7 +8,7 @@ aborting it, or dropping the last reference, leaves no trace.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final
 
@@ -24,7 +24,7 @@ from sessiontree.errors import (
     MediaSpanError,
     PositionLimitExceeded,
 )
-from sessiontree.frozen import checked_text, frozen_array, handed_out
+from sessiontree.frozen import checked_text, freeze_metadata, frozen_array, handed_out
 from sessiontree.media import MediaItem
 from sessiontree.node import MediaSpan, Node, Origin, positions_in, write_positions
 from sessiontree.positions import Mode, PositionScheme, PositionState
@@ -177,8 +177,17 @@ class Draft:
         """The opaque state set last at or before the tokens kept; None if there is none."""
         return self._states[-1][1] if self._states else None
 
-    def commit(self, finish_reason: str = "stop", length: int | None = None, tail_policy: TailPolicy = "keep") -> Node:
+    def commit(
+        self,
+        finish_reason: str = "stop",
+        length: int | None = None,
+        tail_policy: TailPolicy = "keep",
+        *,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Node:
         """Make the node: the first ``length`` tokens (None: all), as the client saw them.
+
+        ``metadata`` replaces the draft's: what is known only now, such as the ids of tool calls that were made.
 
         ``tail_policy="drop_last"`` leaves out the last of them, as engines do whose next prompt lacks the final sampled token;
         it is recorded on the node. Raises FinishRefused for "abort" and "error" in any case, OutOfRange for a length outside
@@ -195,7 +204,8 @@ class Draft:
             count = max(0, count - 1)
         data = self._tokens[:count].tobytes()
         turn = plan_turn(self.scheme, self.parent, data, (), self.origin, self.role, self.key)
-        node = self._commit(self.parent, turn, Details(self._metadata, finish_reason, tail_policy))
+        frozen = self._metadata if metadata is None else freeze_metadata(metadata)
+        node = self._commit(self.parent, turn, Details(frozen, finish_reason, tail_policy))
         self._close("committed")
         return node
 

@@ -163,17 +163,16 @@ def plan_rewrite(node: Node, edits: Iterable[Edit | Sequence[Any]]) -> Plan:
         if source is not sources[changed] or same < len(source):
             _refuse_table(source)
         links = (Link("derived_from", source.id, shared),)
-        metadata = source._details.metadata
-        if not remains:  # nothing is left of the turn that made or answered tool calls
-            metadata = metadata.discard("tool_calls").discard("tool_call_id")
-        made.append(Pending(turn, Details(metadata, source.finish_reason, source.tail_policy, links)))
+        made.append(Pending(turn, Details(source._details.metadata, source.finish_reason, source.tail_policy, links)))
         replaces = not remains
     return Plan(parent, tuple(made))
 
 
 def _standing_for(pending: Pending, source: Node) -> Pending:
-    details = pending.details
-    return pending._replace(details=details._replace(links=(details.links[0]._replace(node_id=source.id),)))
+    """A turn in the place of several, of which ``source`` is the last: it is none of those that made or answered tool calls."""
+    metadata, links = pending.details.metadata, pending.details.links
+    metadata = metadata.discard("tool_calls").discard("tool_call_id")
+    return pending._replace(details=pending.details._replace(metadata=metadata, links=(links[0]._replace(node_id=source.id),)))
 
 
 def plan_linear(nodes: Sequence[Node]) -> Plan:

@@ -22,11 +22,11 @@ ForkKind = Literal["token", "media", "end"]
 
 
 class Fork(NamedTuple):
-    """Where a recorded history left what was known.
+    """Where a recorded history left what was known: drift, or just another conversation.
 
     ``at``: the first path index at which the two differ. ``kind``: "token": another id stands there; "media": the ids may be
-    the same, the item is not; "end": the prompt ends there, inside ``node``. ``node``: the earliest node that goes on otherwise.
-    ``known``, ``given``: the token there in ``node`` and in the history, None past the end.
+    the same, the item is not; "end": the prompt ends there, inside ``node``. ``node``: the earliest node that goes on otherwise;
+    it is not on the recorded path. ``known``, ``given``: the token there in ``node`` and in the history, None past the end.
     """
 
     at: int
@@ -40,7 +40,8 @@ class Recorded(NamedTuple):
     """A recorded generation.
 
     ``prompt``: the node that ends with the prompt. ``completion``: the node of the completion, under it. ``reused_tokens``: how
-    many tokens of the prompt were known and are shared. ``fork``: None where the prompt only went on from a known history.
+    many tokens of the prompt were known and are shared; known, not computed: no KV holds the last token of a reply. ``fork``:
+    None where the prompt only went on from a known history.
     """
 
     prompt: Node

@@ -31,7 +31,6 @@ from sessiontree.errors import (
     StoreClosed,
     UnknownAlias,
     UnknownSession,
-    Unsupported,
 )
 from sessiontree.features import DEFAULT_BUDGET as DEFAULT_FEATURE_BYTES
 from sessiontree.features import Features, FeatureStore
@@ -511,12 +510,10 @@ class SessionStore:
     def fork(self, session: Session, node: Node | bytes, new_session_id: str) -> Session:
         """A session that holds the path of ``node``, shared; its heads are its own. See :meth:`SessionTree.forked`.
 
-        Raises UnknownNode, SessionExists, and Unsupported for a session of another store.
+        The session may be one of another store; features of the media it shares stay there. Raises UnknownNode, SessionExists.
         """
         if not isinstance(session, Session):
             raise TypeError(f"a Session is forked, not {type(session).__name__}")
-        if session._store is not self:
-            raise Unsupported(f"{session!r} is a session of another store, where features of its media are", session_id=session.id)
         return self._open(new_session_id, session._tree.forked(node))
 
     def _open(self, session_id: str, tree: SessionTree) -> Session:

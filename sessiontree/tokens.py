@@ -19,6 +19,7 @@ import weakref
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple, NoReturn, Protocol
 
 import numpy as np
@@ -243,10 +244,18 @@ class Extent:
         return b"".join(pieces)
 
 
+class _Fork(weakref.ref[Extent]):
+    """An extent whose path is kept, and the key it is kept by."""
+
+    __slots__ = ("key",)
+
+    key: int
+
+
 class _Gathered(NamedTuple):
     """The path of a fork as it was last read: ``buffer`` holds path tokens ``[0, stop)``. ``pen`` writes behind them."""
 
-    extent: weakref.ref[Extent]
+    extent: _Fork
     stop: int
     buffer: bytes
     pen: memoryview | None
@@ -255,89 +264,108 @@ class _Gathered(NamedTuple):
 class PathCache:
     """Whole paths of forks, each gathered when it is first read as a view, the least recently read dropped first.
 
-    ``budget_bytes``: what the buffers kept here may take; ``held_bytes``: what they take. A path that was read is a view from
-    then on, and grows with its extent by the new tokens alone. Readers never wait: who finds another at work gathers for itself.
+    ``budget_bytes``: what the buffers kept here may take. A path that was read is a view from then on, and grows with its extent
+    by the new tokens alone. Readers never wait: who finds another at work, or comes in between on the same thread (a signal
+    handler, a finalizer), gathers for itself. What is counted changes together with what is kept, without a call in between.
     """
 
-    __slots__ = ("_busy", "_dead", "_held", "_lock", "_paths", "budget_bytes")
+    __slots__ = ("_cleared", "_dead", "_died", "_held", "_lock", "_paths", "budget_bytes")
 
     def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes = budget_bytes
+        budget = as_index(budget_bytes, "path_cache_bytes")
+        if budget < 0:
+            raise OutOfRange(f"path_cache_bytes is {shown(budget)}, below 0", value=budget, limit=0)
+        self.budget_bytes = budget
         self._lock = new_lock()
-        self._busy = False
+        self._cleared = False  # whether everything is to be dropped before anything else is done
         self._held = 0
         self._paths: OrderedDict[int, _Gathered] = OrderedDict()  # by id of the extent
-        self._dead: deque[int] = deque()  # extents that went; finalizers run anywhere, so they only leave word
+        self._dead: deque[_Fork] = deque()  # extents that went; finalizers run anywhere, so they only leave word
+        self._died = self._dead.append
 
     @property
     def held_bytes(self) -> int:
         """What the paths kept here take, those of extents that are gone not counted."""
+        if self._lock._is_owned():
+            return 0 if self._cleared else self._held
         with self._lock:
             self._bury()
             return self._held
 
     def clear(self) -> None:
         """Drop all paths. Views that readers hold stay."""
-        with self._lock:
-            self._paths.clear()
-            self._held = 0
+        self._cleared = True
+        if not self._lock._is_owned():
+            with self._lock:
+                self._bury()
 
     def read(self, extent: Extent, stop: int) -> bytes | None:
         """A buffer that begins with path tokens ``[0, stop)``; None where it cannot be kept, or somebody is at work here."""
-        if not self._lock.acquire(blocking=False):
+        lock = self._lock
+        if lock._is_owned():
             return None
-        try:
-            if self._busy:  # further down on this thread's stack
-                return None
-            self._busy = True
-            try:
-                return self._read(extent, stop)
-            finally:
-                self._busy = False
+        try:  # from before the lock is taken, so that an interrupt in between does not leave it taken
+            return self._read(extent, stop) if lock.acquire(blocking=False) else None
         finally:
-            self._lock.release()
+            with suppress(RuntimeError):  # it was not taken
+                lock.release()
 
     def _read(self, extent: Extent, stop: int) -> bytes | None:
         self._bury()
         key = id(extent)
         known = self._paths.get(key)
-        if known is not None and known.extent() is extent and known.stop >= stop:
-            self._paths.move_to_end(key)
-            return known.buffer
+        if known is not None and known.extent() is not extent:
+            self._forget(key)
+            known = None
         needed = stop * TOKEN_BYTES
+        if known is not None:
+            self._paths.move_to_end(key)
+            if known.stop >= stop:
+                return known.buffer
         if needed > self.budget_bytes:
             return None
-        if known is None or known.extent() is not extent:
-            dead = self._dead
-            made = _Gathered(weakref.ref(extent, lambda _: dead.append(key)), stop, extent.read_bytes(0, stop), None)
+        if known is None:
+            fork = _Fork(extent, self._died)
+            fork.key = key
+            made = _Gathered(fork, stop, extent.read_bytes(0, stop), None)
         else:
-            made = known
-            if made.pen is None or needed > len(made.pen):
-                larger, pen = _writable(min(needed + needed // 4, self.budget_bytes))
-                pen[: made.stop * TOKEN_BYTES] = memoryview(made.buffer)[: made.stop * TOKEN_BYTES]
-                made = made._replace(buffer=larger, pen=pen)
-            assert made.pen is not None
-            made.pen[made.stop * TOKEN_BYTES : needed] = extent.read_bytes(made.stop, stop)
-            made = made._replace(stop=stop)
-        self._held += len(made.buffer) - (0 if known is None else len(known.buffer))
-        self._paths[key] = made
-        self._paths.move_to_end(key)
-        while self._held > self.budget_bytes:
+            made = self._longer(known, extent, stop)
+        more = len(made.buffer) - (0 if known is None else len(known.buffer))
+        while self._held + more > self.budget_bytes:
             self._forget(next(iter(self._paths)))
+        self._held += more
+        self._paths[key] = made
+        self._bury()
         return made.buffer
 
+    def _longer(self, known: _Gathered, extent: Extent, stop: int) -> _Gathered:
+        _, kept, buffer, pen = known
+        if pen is None or stop * TOKEN_BYTES > len(pen):
+            larger, pen = _writable(min(stop * TOKEN_BYTES * 5 // 4, self.budget_bytes))
+            pen[: kept * TOKEN_BYTES] = memoryview(buffer)[: kept * TOKEN_BYTES]
+            buffer = larger
+        pen[kept * TOKEN_BYTES : stop * TOKEN_BYTES] = extent.read_bytes(kept, stop)
+        return _Gathered(known.extent, stop, buffer, pen)
+
     def _bury(self) -> None:
+        """Drop what is to be dropped."""
+        if self._cleared:
+            self._held = 0
+            self._paths = OrderedDict()
+            self._cleared = False
         while True:
             try:
-                key = self._dead.popleft()
-            except IndexError:  # a signal handler may have been here since any look at it
+                key = self._dead.popleft().key
+            except IndexError:
                 return
             known = self._paths.get(key)
             if known is not None and known.extent() is None:
                 self._forget(key)
 
     def _forget(self, key: int) -> None:
-        self._held -= len(self._paths.pop(key).buffer)
+        held = self._held - len(self._paths[key].buffer)
+        self._held = held
+        del self._paths[key]
 
 
 class _Memory:

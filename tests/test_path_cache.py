@@ -507,12 +507,9 @@ def test_clear_and_close() -> None:
         assert [view.tolist() for view in views_of] == [[*range(100), number] for number in range(3)]
 
 
-@pytest.mark.parametrize("budget", [-1, 2.5, 1e6, "1", None, True, Position(5), 2**100])
+@pytest.mark.parametrize("budget", [-1, 2.5, 1e6, "1", None, True, Position(5)])
 def test_a_budget_is_a_number_of_bytes(budget: Any) -> None:
     """As for features: said at once, not by the first reader."""
-    if budget == 2**100:
-        assert SessionStore.in_memory(path_cache_bytes=budget).usage().path_cache_budget_bytes == budget
-        return
     with pytest.raises((TypeError, OutOfRange)):
         SessionStore.in_memory(path_cache_bytes=budget)
 

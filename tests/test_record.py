@@ -350,6 +350,20 @@ def test_the_fork_names_what_goes_on_behind_other_boundaries() -> None:
     assert again.fork == Fork(3, "token", long, 4, 8)
 
 
+def test_the_fork_names_the_earliest_of_all_that_go_on() -> None:
+    """Whichever of two equal turns they stand under."""
+    for child_of_first in (False, True):
+        naive, session = Naive(), new_session()
+        one = add(session, session.root, text(1, 2, 3), role="system")
+        two = add(session, session.root, text(1, 2, 3))
+        children = [add(session, two, text(number, number)) for number in (4, 5, 6)]
+        if child_of_first:
+            add(session, one, text(7))
+        result = recorded(naive, session, text(1, 2, 3, 9), [7])
+        assert result.fork == Fork(3, "token", children[0], 4, 9)
+        assert result.prompt.parent is one
+
+
 def test_the_fork_names_what_goes_on_behind_an_empty_turn() -> None:
     naive, session = Naive(), new_session()
     empty = recorded(naive, session, text(1, 2, 3), []).completion

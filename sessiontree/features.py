@@ -142,7 +142,10 @@ def _readable(value: Any, what: str) -> tuple[str, NDArray[Any]]:
     if name.startswith(_NO_NUMPY_DTYPE) and hasattr(value, "detach") and "torch" in sys.modules:
         bits = getattr(sys.modules["torch"], f"uint{8 * value.element_size()}")
         return sys.intern(name), np.asarray(to_numpy(value.view(bits)))
-    array = np.asarray(to_numpy(value))
+    try:
+        array = np.asarray(to_numpy(value))
+    except ValueError as error:
+        raise TypeError(f"{what} is no array: {error}") from None
     if array.dtype.kind not in "biufc":
         raise TypeError(f"{what} holds numbers, not {array.dtype}")
     return sys.intern(array.dtype.name), array.astype(array.dtype.newbyteorder("="), copy=False)

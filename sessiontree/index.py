@@ -39,6 +39,8 @@ class NodeIndex:
 
     __slots__ = (
         "__weakref__",
+        "_adding",
+        "_adding_lock",
         "_children_seen",
         "_first_child",
         "_last_child",
@@ -87,12 +89,14 @@ class NodeIndex:
         self._tip_source = None if tip_source is None else weakref.ref(tip_source)
         self._tip_ids: dict[bytes, int] | None = None
         self._children_seen = 0
-        self._linking_lock = new_lock()  # for deriving children and prefixes: readers do it, and no writer is to wait for them
+        self._linking_lock = new_lock()  # for deriving children: readers do it, and no writer is to wait for them
         self._linking = 0  # the thread in which that is going on; a forked child has but one
         self._first_child: dict[bytes, int] = {}
         self._last_child: dict[bytes, int] = {}
         self._next_sibling = array("q")
         self._prefixes: PrefixIndex | None = None
+        self._adding_lock = new_lock()  # the same for prefixes
+        self._adding = 0
 
     @property
     def count(self) -> int:
@@ -233,16 +237,16 @@ class NodeIndex:
         known = self._prefixes
         if known is not None and len(known.nodes) >= count:
             return known
-        with self._linking_lock:
-            if self._linking == get_ident():
+        with self._adding_lock:
+            if self._adding == get_ident():
                 return self._add_prefixes(PrefixIndex(self.root), count)  # one for this call alone
-            self._linking = get_ident()
+            self._adding = get_ident()
             try:
                 if self._prefixes is None:
                     self._prefixes = PrefixIndex(self.root)
                 return self._add_prefixes(self._prefixes, max(count, self.count))
             finally:
-                self._linking = 0
+                self._adding = 0
 
     def _add_prefixes(self, prefixes: PrefixIndex, count: int) -> PrefixIndex:
         if len(prefixes.nodes) < self.base_count:

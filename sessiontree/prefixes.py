@@ -35,6 +35,7 @@ from sessiontree.tokens import INT32, TOKEN_BYTES, Extent
 
 BLOCK: Final = 512  # tokens
 _PATIENCE: Final = 32  # lines
+_MOST_BETWEEN: Final = 512
 _NO_DIGEST: Final = bytes(32)
 _FIRST_LOOK: Final = 256 * TOKEN_BYTES
 _LONGEST_LOOK: Final = 2**16 * TOKEN_BYTES
@@ -74,7 +75,9 @@ class _Line:
     """Path tokens ``[start, ...)`` of ``extent``, where ``parent`` is left. Made by nodes, which are known by their numbers.
 
     ``grown``: (number, path index up to which that node brought the line). ``ends``: (path index, number) of the first node that
-    ends there. ``media``: the placeholders on it. ``digests``: of the path up to the end of each block that ends on it.
+    ends there, in two sorted lists: those that came in order, and some of those that came in between; a list that a reader may
+    have in hand only grows at its end. ``media``: the placeholders on it. ``digests``: of the path up to the end of each block
+    that ends on it.
     """
 
     __slots__ = ("digests", "ends", "extent", "grown", "media", "number", "parent", "start")
@@ -85,17 +88,28 @@ class _Line:
         self.start = start
         self.extent = extent
         self.grown: list[tuple[int, int]] = []
-        self.ends: list[tuple[int, int]] = []
+        self.ends: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         self.media: list[Placeholders] = []
         self.digests: dict[int, bytes] = {}
 
     def add_end(self, at: int, number: int) -> None:
-        """Note the node that ends at path index ``at``, if it is the first. A list that a reader has in hand never moves."""
-        ends = self.ends
+        """Note the node that ends at path index ``at``, if it is the first."""
+        ends, between = self.ends
+        if _end_before(ends, at)[0] == at or _end_before(between, at)[0] == at:
+            return
         if not ends or ends[-1][0] < at:
             ends.append((at, number))
-        elif (place := bisect_left(ends, (at, 0))) == len(ends) or ends[place][0] != at:
-            self.ends = [*ends[:place], (at, number), *ends[place:]]
+        elif not between or between[-1][0] < at:
+            between.append((at, number))
+        else:
+            self.ends = ends, sorted([*between, (at, number)])
+        if len(self.ends[1]) > _MOST_BETWEEN:
+            self.ends = sorted(ends + self.ends[1]), []
+
+    def end_before(self, at: int, count: int) -> int:
+        """The number of the node, of the first ``count``, that ends last at or before path index ``at``; -1 without any."""
+        ends, between = self.ends
+        return max(_end_before(ends, at, count), _end_before(between, at, count))[1]
 
     def visible(self, count: int) -> int:
         """Path index up to which the first ``count`` nodes brought it; 0 where none of them did."""
@@ -115,6 +129,13 @@ class _Line:
         return _NO_DIGEST if line is None else line.digests[block]
 
 
+def _end_before(ends: Sequence[tuple[int, int]], at: int, count: int = _ENDLESS) -> tuple[int, int]:
+    place = bisect_right(ends, (at, _ENDLESS)) - 1
+    while place >= 0 and ends[place][1] >= count:
+        place -= 1
+    return ends[place] if place >= 0 else (-1, -1)
+
+
 class PrefixIndex:
     """The trie of the first ``len(nodes)`` nodes of a tree, root first."""
 
@@ -123,7 +144,7 @@ class PrefixIndex:
     def __init__(self, root: Node) -> None:
         line = _Line(0, None, 0, root._extent)
         line.grown.append((0, 0))
-        line.ends.append((0, 0))
+        line.add_end(0, 0)
         self.nodes = [root]
         self._lines = [line]
         self._branches: dict[Any, _Line] = {}  # by line, path index and what stands there
@@ -184,15 +205,10 @@ class PrefixIndex:
 
     def _last_end(self, line: _Line, left: int, count: int) -> Node:
         """The node that ends last at or before path index ``left`` of ``line``."""
-        while True:
-            ends = line.ends
-            at = bisect_right(ends, (left, _ENDLESS)) - 1
-            while at >= 0 and ends[at][1] >= count:
-                at -= 1
-            if at >= 0:
-                return self.nodes[ends[at][1]]
+        while (number := line.end_before(left, count)) < 0:
             assert line.parent is not None  # the root ends on the first line
             line, left = line.parent, line.start
+        return self.nodes[number]
 
     def _follow(self, line: _Line, at: int, history: History, count: int, most: int) -> tuple[_Line, int, bool]:
         """Where ``history`` leads to from path index ``at`` of ``line``, and whether it goes on there: after ``most`` branches."""

@@ -407,13 +407,20 @@ class Session:
         with self._lock:
             if self._used:  # since the tick before, so at the time that one told
                 self._used, self._last_used = False, before if math.isfinite(before) else now
-            if any(not draft.closed for draft in self._open_drafts):
+            if self._has_open_draft():
                 self._last_used = now
             if self._closed or now - self._last_used < idle_ttl:
                 return False
             self._closed = True
         self._store._forget(self)
         return True
+
+    def _has_open_draft(self) -> bool:
+        while True:
+            try:
+                return any(not draft.closed for draft in self._open_drafts)
+            except RuntimeError:  # a signal handler has opened one meanwhile
+                continue
 
     def _repr_html_(self) -> str:
         return self._tree._repr_html_()

@@ -65,8 +65,7 @@ def plan_record(
 ) -> tuple[Plan, int, Fork | None]:
     """The turns to attach for a prompt of which ``match`` is known, the completion last; what is reused, and the fork.
 
-    ``beyond``: the earliest node that goes on behind what is known.
-    Raises what appending and committing the turns would.
+    ``beyond``: the earliest node that goes on behind what is known. Raises what appending and committing the turns would.
     """
     count = len(prompt) // TOKEN_BYTES
     if not prompt and not completion:

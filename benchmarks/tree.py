@@ -1,10 +1,11 @@
 """The speed and size of the tree: what a turn, a branch, a read and a question cost, at any depth, beside the ways of peers.
 
-Expected before the first run: an append of 16 tokens 5-6 µs (1 µs for the node, 0.5 for SHA-256, 1 for checks, the rest for the
-tree value, positions and a lock), of 1,000 about 5 µs more (SHA-256 2.4, copies), the same at every depth; an image turn 20 µs;
-a view of a million tokens 0.4 µs (a NumPy array over what is there) against 70 µs for a copy of them; a fork's path as long as
-one concatenation; a path of 1,000 nodes 10 µs (32 tuples put together); a common ancestor at depth 100,000 3-4 µs (34 steps at
-0.1); a history of 131,072 tokens found in 0.1 ms (compared at memory speed); 560 B a node beside its tokens.
+Expected before the first run of this file, with the parts already measured by themselves while they were built: an append of 16
+tokens 5-6 µs (1 µs for the node, 0.5 for SHA-256, 1 for checks, the rest for the tree value, positions and a lock), of 1,000
+about 5 µs more (SHA-256 2.4, copies), the same at every depth; an image turn 20 µs; a view of a million tokens 0.4 µs (a NumPy
+array over what is there) against 70 µs for a copy of them; a fork's path as long as one concatenation; a path of 1,000 nodes 10
+µs (32 tuples put together); a common ancestor at depth 100,000 3-4 µs (34 steps at 0.1); a history of 131,072 tokens found in
+0.1 ms (compared at memory speed); 560 B a node beside its tokens.
 """
 
 from __future__ import annotations
@@ -232,12 +233,12 @@ def histories() -> Iterator[Figure]:
 
 
 def node_memory() -> Iterator[Figure]:
-    for turns, length, bar in ((100_000, 16, 600), (10_000, 1_000, None)):
+    for turns, length in ((100_000, 16), (10_000, 1_000)):
         session = new_session("bench")
         held, tip = memory_of(lambda: grow(session, session.root, turns, length))  # noqa: B023
         room = (len(tip._extent.buffer) - 4 * tip.stop) / turns
         note = f"tracemalloc, {turns:,} turns; {room:.0f} B of it is room left in the arena"
-        yield Figure(f"memory of a node beside 4 B/token, {length:,} tokens", held / turns - 4 * length, "B", bar, note=note)
+        yield Figure(f"memory of a node beside 4 B/token, {length:,} tokens", held / turns - 4 * length, "B", 600, note=note)
 
 
 def main() -> int:

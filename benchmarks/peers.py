@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import attrs
 import numpy as np
@@ -64,7 +65,7 @@ def langgraph_turns(turn: list[int]) -> Callable[[int], float] | None:
 
     def put(count: int) -> float:
         saver = InMemorySaver()
-        config = {"configurable": {"thread_id": "bench", "checkpoint_ns": ""}}
+        config: Any = {"configurable": {"thread_id": "bench", "checkpoint_ns": ""}}
         ids: list[int] = []
         start = time.perf_counter()
         for number in range(count):

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from sessiontree.details import tool_calls
 from sessiontree.errors import Unsupported
 from sessiontree.frozen import checked_text
-from sessiontree.node import MediaSpan, Node, clipped_spans, lowest_common_ancestor, placed_media
-from sessiontree.spans import Placeholders
+from sessiontree.node import MediaSpan, Node, lowest_common_ancestor, placed_media
+from sessiontree.spans import Placeholders, placeholder_at
 
 __all__ = ["Diff", "Order", "Problem", "descendants", "diff", "lowest_common_ancestor", "validate"]
 
@@ -55,22 +55,23 @@ def diff(one: Node, two: Node) -> Diff:
     """How the path of ``two`` differs from that of ``one``. O(what stands behind the deepest node on both)."""
     ancestor, shared = lowest_common_ancestor(one, two), one.shared_prefix_len(two)
     removed, added = one.input_ids(shared), two.input_ids(shared)
+    gone, come = placed_media(one, shared, one.stop), placed_media(two, shared, two.stop)
     kind: DiffKind
     if ancestor is None:
         kind = "root"
     elif not len(removed) or not len(added):
         kind = "end" if len(removed) or len(added) else "same"
-    elif _placeholder(one, shared) != _placeholder(two, shared):
+    elif _placeholder(gone, shared) != _placeholder(come, shared):
         kind = "media"
     else:
         kind = "token" if removed[0] != added[0] else "position"
-    gone, come = placed_media(one, shared, one.stop), placed_media(two, shared, two.stop)
     return Diff(ancestor, shared, kind, removed, added, _spans_without(one, gone, come), _spans_without(two, come, gone))
 
 
-def _placeholder(node: Node, index: int) -> Any:
+def _placeholder(media: Sequence[Placeholders], index: int) -> Any:
     """Which placeholder of which content stands at path index ``index``; None for text."""
-    return next(((item.content(), number) for item, _, _, number in clipped_spans(node, index, index + 1)), None)
+    piece = placeholder_at(media, index)
+    return None if piece is None else (piece.content, piece.first + index - piece.start)
 
 
 def _spans_without(node: Node, media: Sequence[Placeholders], others: Sequence[Placeholders]) -> tuple[MediaSpan, ...]:

@@ -74,6 +74,7 @@ from tests.toy import (
     grow,
     histories,
     image,
+    in_threads,
     media,
     new_session,
     plain,
@@ -123,26 +124,6 @@ def inputs_of(node: Node | Draft, prefix_len: int = 0) -> list[Any]:
     inputs = request_inputs(node, prefix_len)
     tensors = (inputs.input_ids, inputs.positions, inputs.mrope_position_delta)
     return [*(tensor.tolist() for tensor in tensors), inputs.media_spans, inputs.first_rows, inputs.needed_items]
-
-
-def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """``work(number)`` in threads that start together; the first error is raised here."""
-    barrier, errors = threading.Barrier(count), list[BaseException]()
-
-    def run(number: int) -> None:
-        barrier.wait()
-        try:
-            work(number)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 # --- C45: readers outlive their session; time counts from the last activity -------------------------------------------

@@ -50,6 +50,7 @@ from tests.toy import (
     grow,
     histories,
     image,
+    in_threads,
     media,
     reply,
     same,
@@ -129,25 +130,6 @@ def traced() -> Iterator[Callable[[], int]]:
         yield grown
     finally:
         tracemalloc.stop()
-
-
-def in_threads(count: int, work: Callable[[int], None]) -> None:
-    barrier, errors = threading.Barrier(count), list[BaseException]()
-
-    def run(number: int) -> None:
-        barrier.wait()
-        try:
-            work(number)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 # --- C75: what has to be encoded again is named, exactly ----------------------------------------------------------------

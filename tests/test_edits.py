@@ -537,15 +537,15 @@ def test_rewrite_against_a_splice_of_lists(case: Case) -> None:
     # What follows is made anew: each turn of one source, in order, with its role and metadata.
     sources = {one.id: one for one in old_path}
     depths = []
+    first = 0  # depth of the first turn that the next one may stand for
     for made in new_path[len(same) :]:
         if made in tree:
             continue  # what a rewrite gives may have been there before
         (link,) = made.links
         source = sources[link.node_id]
         depths.append(source.depth)
-        stood_for = old_path[
-            min(source.depth, depths[-2] + 1) if len(depths) > 1 else 0 : source.depth + 1
-        ]  # the link names the last of them
+        stood_for = old_path[min(source.depth, first) : source.depth + 1]  # the link names the last of them
+        first = source.depth + (link.kind != "prefix_of")  # what follows the cut in a turn is of that turn still
         assert (made.role or "", made.metadata) in [(one.role or made.role, one.metadata) for one in stood_for]
         assert made.origin == "input"
         common = [one for one, two in zip(old_path, new_path, strict=False) if one is two]

@@ -23,12 +23,13 @@ from sessiontree.errors import (
     LimitExceeded,
     MediaSpanError,
     PositionLimitExceeded,
+    Unsupported,
 )
-from sessiontree.frozen import checked_text, freeze_metadata, frozen_array, handed_out
+from sessiontree.frozen import checked_text, freeze_metadata, handed_out
 from sessiontree.media import MediaItem
-from sessiontree.node import MediaSpan, Node, Origin, positions_in, write_positions
+from sessiontree.node import MediaSpan, Node, Origin, positions_array, positions_in, write_positions
 from sessiontree.positions import Mode, PositionScheme, PositionState
-from sessiontree.positions.runs import write
+from sessiontree.positions.runs import Piece, write
 from sessiontree.tokens import (
     MAX_TOKEN_ID,
     TOKEN_BYTES,
@@ -66,6 +67,7 @@ class Draft:
         "_max_tokens",
         "_metadata",
         "_parent",
+        "_planned",
         "_role",
         "_room",
         "_start",
@@ -110,6 +112,9 @@ class Draft:
         self._room = int(self.scheme.max_position_limit - first)
         if max_tokens is not None:
             self._room = min(self._room, max_tokens - parent.stop)
+        self._planned = self.scheme.decode_room(state)
+        if self._planned is not None:
+            self._room = min(self._room, self._planned)
 
     # Writing
 
@@ -134,6 +139,12 @@ class Draft:
                     f"{self!r}: a path of {stop} tokens; the session allows {self._max_tokens}",
                     value=stop,
                     limit=self._max_tokens,
+                )
+            if self._planned is not None and len(self._tokens) + count > self._planned:
+                raise Unsupported(
+                    f"{self!r}: {self.scheme.name} decodes by a plan, which is {self._planned} tokens long here; "
+                    "append a generated image with its grid",
+                    limit=self._planned,
                 )
             limit = self.scheme.max_position_limit
             position = limit - self._room + len(self._tokens) + count - 1
@@ -285,12 +296,12 @@ class Draft:
         return token_array(self._tokens.tobytes())
 
     @property
-    def next_position(self) -> Position:
+    def next_position(self) -> Position | float:
         """Where a prefilled token after it would stand."""
         return self.scheme.next_position(self.position_state())
 
     @property
-    def mrope_position_delta(self) -> int:
+    def mrope_position_delta(self) -> int | float:
         """max_position + 1 - stop: the token at index i that is decoded next stands at i + delta."""
         return self.scheme.mrope_position_delta(self.position_state())
 
@@ -318,20 +329,22 @@ class Draft:
             return token_array(own)
         return token_array(self.parent._extent.read_bytes(first, self.start) + own)
 
-    def positions(self, start: int = 0, stop: int | None = None, mode: Mode = "as_decoded") -> NDArray[Any]:
+    def positions(
+        self, start: int = 0, stop: int | None = None, mode: Mode = "as_decoded", *, out: NDArray[Any] | None = None
+    ) -> NDArray[Any]:
         """Positions of path tokens ``[start, stop)``: (num_axes, stop - start), read-only. As for a node."""
         first, last = window(start, stop, self.stop)
         scheme = self.scheme
-        out = np.empty((scheme.num_axes, last - first), scheme.dtype)
+        positions, pen = positions_array(scheme, last - first, out)
         state = positions_in(self.parent, mode).state
         split = min(max(self.start, first), last)
-        write_positions(self.parent, min(first, self.start), min(split, self.start), mode, out[:, : split - first])
+        write_positions(self.parent, min(first, self.start), min(split, self.start), mode, pen[:, : split - first])
         if split < last:
             plan = (
                 scheme.plan_decode(state, len(self._tokens)) if mode == "as_decoded" else scheme.plan(state, self._tokens.tobytes())
             )
-            write(plan[0], split - self.start, last - self.start, out[:, split - first :])
-        return frozen_array(out)
+            write([Piece(0, plan[0], split - self.start, last - self.start)], pen[:, split - first :])
+        return positions
 
     def media_spans(self, start: int = 0, stop: int | None = None) -> tuple[MediaSpan, ...]:
         """(item, start, stop) for each span of its path that meets the window, clipped to it. As for a node."""

@@ -20,7 +20,7 @@ from sessiontree.errors import MediaSpanError, OutOfRange, Unsupported
 from sessiontree.media import MediaItem, in_token_order, placements
 from sessiontree.node import Node, deepest_from, deepest_to
 from sessiontree.positions import ExternalPositions
-from sessiontree.positions.runs import TableRun
+from sessiontree.positions.runs import ExternalRun, is_external, unpacked
 from sessiontree.tokens import MAX_TOKEN_ID, TOKEN_BYTES, TokenIds, as_index, in_range, shown, token_array, token_bytes
 from sessiontree.turns import Pending, plan_turn
 
@@ -100,6 +100,10 @@ def plan_prefix(node: Node, length: int) -> Plan:
     keep = length - cut.start
     media = []
     for item in cut.media:
+        whole = cut.scheme.atomic_span(item)
+        if whole is not None and whole[0] < keep < whole[1]:
+            span = (cut.start + whole[0], cut.start + whole[1])
+            raise MediaSpanError(f"a cut at {length} is inside {item}, tokens [{span[0]}, {span[1]})", item=item, span=span)
         kept = [span for span in item.spans if span[0] + span[1] <= keep]
         for offset, size in item.spans:
             if offset < keep < offset + size:
@@ -235,11 +239,17 @@ def _same_tokens(source: Node, data: bytes, media: Sequence[MediaItem]) -> int:
     differs = old[:common] != new[:common]
     same = int(np.argmax(differs)) if differs.any() else common
     for item in set(source.media) ^ set(media):
-        same = min(same, item.spans[0][0])
-    for offset, size in (span for item in source.media for span in item.spans):
-        if offset < same < offset + size:
-            same = offset
+        same = min(same, _ranges(source, item)[0][0])
+    for start, stop in (each for item in source.media for each in _ranges(source, item)):
+        if start < same < stop:
+            same = start
     return same
+
+
+def _ranges(source: Node, item: MediaItem) -> list[tuple[int, int]]:
+    """Tokens ``[start, stop)`` of a turn that no cut may part."""
+    whole = source.scheme.atomic_span(item)
+    return [whole] if whole is not None else [(offset, offset + size) for offset, size in item.spans]
 
 
 def items_behind(media: Iterable[MediaItem], length: int) -> list[MediaItem]:
@@ -323,7 +333,7 @@ def _moved(item: MediaItem, start: int, kept: Sequence[tuple[int, int, int]], ch
 
 def has_table(node: Node) -> bool:
     """Whether the positions of a turn came from elsewhere."""
-    return not isinstance(node.runs, int) and bool(node.runs) and isinstance(node.runs[0], TableRun)
+    return is_external(node.runs)
 
 
 def _refuse_table(node: Node) -> None:
@@ -333,11 +343,12 @@ def _refuse_table(node: Node) -> None:
 
 def _table_prefix(node: Node, length: int) -> ExternalPositions | None:
     """The first columns of a turn's table, where what comes after them follows from them."""
-    if not has_table(node):
+    run = unpacked(node.runs, len(node))[0] if has_table(node) else None
+    if not isinstance(run, ExternalRun):
         return None
     assert node.parent is not None
-    table = node.positions(node.start)
-    greatest = int(table.max())
+    table = run.table(node.scheme.num_axes)
+    greatest = table.max()
     state, before = node.state, node.parent.state
     if (state.next_position, state.max_position) != (greatest + 1, max(before.max_position, greatest)):
         raise Unsupported(f"{node!r} came with a next position of its own; where a part of it continues is not known", node=node)

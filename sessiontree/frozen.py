@@ -10,6 +10,7 @@ ctypes or a search through the interpreter. Nothing here knows of sessions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Self
 
@@ -99,6 +100,34 @@ def frozen_array(values: ArrayLike) -> NDArray[Any]:
     if len(data) == 1:
         data += b"\0"  # Python has one object for each single byte; this one is to be nobody else's
     return np.ndarray(array.shape, array.dtype, buffer=data)
+
+
+class _Memory:
+    """Lets NumPy write to memory that belongs to ``owner``."""
+
+    def __init__(self, owner: bytes) -> None:
+        of_owner = np.frombuffer(owner, np.uint8).__array_interface__
+        self.__array_interface__ = of_owner | {"data": (of_owner["data"][0], False)}
+        self.owner = owner
+
+
+def writable_bytes(size: int) -> tuple[bytes, memoryview]:
+    """A new bytes object, zeroed, and the one way to write to it.
+
+    Views of it go out. Over a bytearray, or a memoryview of one, ``.base`` would lead to something that can be written to.
+    """
+    buffer = bytes(size)
+    memory: Any = np.asarray(_Memory(buffer))
+    return buffer, memoryview(memory)
+
+
+def frozen_empty(shape: tuple[int, ...], dtype: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    """A read-only array of zeros over a ``bytes`` object of its own, and the one array through which it can be written."""
+    number = np.dtype(dtype)
+    size = math.prod(shape)
+    data, memory = writable_bytes(max(size * number.itemsize, 2))  # Python has one object for each single byte
+    pen = np.frombuffer(memory, number, size).reshape(shape)
+    return np.ndarray(shape, number, buffer=data), pen
 
 
 def checked_text(value: Any, what: str) -> str:

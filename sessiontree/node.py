@@ -21,10 +21,10 @@ from sessiontree.details import NO_DETAILS, Details, Link, TailPolicy, with_open
 from sessiontree.digest import root_id
 from sessiontree.errors import OutOfRange, PositionError
 from sessiontree.features import FeatureStore
-from sessiontree.frozen import Sealed, checked_text, frozen_array, handed_out, no_subclasses, seal
+from sessiontree.frozen import Sealed, checked_text, frozen_empty, handed_out, no_subclasses, seal
 from sessiontree.media import MediaItem
 from sessiontree.positions import MODES, Mode, PositionScheme, PositionState
-from sessiontree.positions.runs import Runs, write
+from sessiontree.positions.runs import Piece, Runs, write
 from sessiontree.spans import Placeholders, common_placeholders, join_placeholders
 from sessiontree.tokens import INT32, Extent, Position, in_range, window
 
@@ -199,12 +199,12 @@ class Node(Sealed):
         return None if features is None else features()
 
     @property
-    def next_position(self) -> Position:
+    def next_position(self) -> Position | float:
         """Where the next prefilled text token stands, given the positions its path was decoded with."""
         return self._lineage.scheme.next_position(self.state)
 
     @property
-    def mrope_position_delta(self) -> int:
+    def mrope_position_delta(self) -> int | float:
         """max_position + 1 - stop, as decoded: the token at index i that is decoded next stands at i + delta."""
         return self._lineage.scheme.mrope_position_delta(self.state)
 
@@ -263,16 +263,19 @@ class Node(Sealed):
                 return np.frombuffer(extent.buffer, INT32, self.stop)
         return self._extent.view(*window(start, stop, self.stop))
 
-    def positions(self, start: int = 0, stop: int | None = None, mode: Mode = "as_decoded") -> NDArray[Any]:
+    def positions(
+        self, start: int = 0, stop: int | None = None, mode: Mode = "as_decoded", *, out: NDArray[Any] | None = None
+    ) -> NDArray[Any]:
         """Positions of path tokens ``[start, stop)``: (num_axes, stop - start) in the scheme's dtype, read-only.
 
-        ``as_decoded`` matches the KV that exists, ``as_replayed`` a prefill of the whole history. Raises OutOfRange for the
-        window, PositionError for the mode.
+        ``as_decoded`` matches the KV that exists, ``as_replayed`` a prefill of the whole history. ``out``: an array of the
+        caller's to write them into, of that shape and dtype, such as a window of pinned memory; it is what comes back then. Raises
+        OutOfRange for the window, PositionError for the mode or another ``out``.
         """
         first, last = window(start, stop, self.stop)
-        out = np.empty((self._lineage.scheme.num_axes, last - first), self._lineage.scheme.dtype)
-        write_positions(self, first, last, mode, out)
-        return frozen_array(out)
+        positions, pen = positions_array(self.scheme, last - first, out)
+        write_positions(self, first, last, mode, pen)
+        return positions
 
     def media_spans(self, start: int = 0, stop: int | None = None) -> tuple[MediaSpan, ...]:
         """(item, start, stop) for each span that meets the window, in path order and coordinates, clipped to the window."""
@@ -346,7 +349,7 @@ def make_root(lineage: Lineage, extent: Extent) -> Node:
         "origin": "input",
         "role": None,
         "key": None,
-        "runs": state.next_position,
+        "runs": 0,
         "state": state,
         "replayed": None,
         "_details": NO_DETAILS,
@@ -493,19 +496,39 @@ def deepest_to(node: Node, length: int) -> Node:
         up = jump if jump[0] is not None and jump[0].stop > length else above
 
 
+def positions_array(scheme: PositionScheme, count: int, out: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    """What a table of ``count`` tokens comes back as, and the array to write it into. Raises TypeError, PositionError."""
+    shape = scheme.num_axes, count
+    if out is None:
+        return frozen_empty(shape, scheme.dtype)
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"out is an array, not {type(out).__name__}")
+    if out.shape != shape or out.dtype != scheme.dtype or not out.flags.writeable:
+        kind = "writable" if out.flags.writeable else "read-only"
+        raise PositionError(
+            f"out is to be a writable array of {shape} {scheme.dtype}, not a {kind} one of {out.shape} {out.dtype}",
+            value=out.shape,
+            limit=shape,
+        )
+    return out, out
+
+
 def write_positions(node: Node, start: int, stop: int, mode: Mode, out: NDArray[Any]) -> None:
     """Write the positions of path tokens ``[start, stop)`` into ``out``, (num_axes, stop - start)."""
     positions_in(node, mode)  # an empty window of an unknown mode is refused too
     if start == stop:
         return
     at = deepest_from(node, stop - 1)
+    pieces = []
     while True:
         begin, end = max(start, at.start), min(stop, at.stop)
         if begin < end:
-            write(positions_in(at, mode).runs, begin - at.start, end - at.start, out[:, begin - start : end - start])
+            pieces.append(Piece(begin - start, positions_in(at, mode).runs, begin - at.start, end - at.start))
         if at.start <= start:
-            return
+            break
         at = _parent(at)
+    pieces.reverse()
+    write(pieces, out)
 
 
 def clipped_spans(node: Node, start: int, stop: int) -> list[tuple[MediaItem, int, int, int]]:

@@ -42,6 +42,12 @@ def expand(scheme: PositionScheme, token_ids: TokenIds, media: Iterable[MediaIte
                 limit=1,
             )
     counts = [scheme.num_placeholders(item) for _, _, item in placed]
+    for (_, _, item), count in zip(placed, counts, strict=True):
+        if count > 1 and (scheme.num_spans(item) > 1 or (item.modality == "video" and item.audio_feature_length is not None)):
+            raise Unsupported(
+                f"{item}: between its placeholders other tokens stand under {scheme.name}; expand it where those are known",
+                item=item,
+            )
     total = len(ids) - len(counts) + sum(counts)
     most = as_index(max_tokens, "max_tokens")
     if total > most:

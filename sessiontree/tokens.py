@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sessiontree.errors import LimitExceeded, OutOfRange
-from sessiontree.frozen import to_numpy
+from sessiontree.frozen import to_numpy, writable_bytes
 from sessiontree.locks import new_lock
 
 INT32: Final = np.dtype("<i4")
@@ -191,7 +191,7 @@ class Extent:
         needed = used + len(data)
         pen = self._pen
         if pen is None or needed > len(pen):
-            larger, pen = _writable(max(64, needed + needed // 4))
+            larger, pen = writable_bytes(max(64, needed + needed // 4))
             pen[:used] = memoryview(self.buffer)[:used]
             self._pen = None  # an interrupt in between must not leave the pen of another buffer
             self.buffer = larger
@@ -341,7 +341,7 @@ class PathCache:
     def _longer(self, known: _Gathered, extent: Extent, stop: int) -> _Gathered:
         _, kept, buffer, pen = known
         if pen is None or stop * TOKEN_BYTES > len(pen):
-            larger, pen = _writable(min(stop * TOKEN_BYTES * 5 // 4, self.budget_bytes))
+            larger, pen = writable_bytes(min(stop * TOKEN_BYTES * 5 // 4, self.budget_bytes))
             pen[: kept * TOKEN_BYTES] = memoryview(buffer)[: kept * TOKEN_BYTES]
             buffer = larger
         pen[kept * TOKEN_BYTES : stop * TOKEN_BYTES] = extent.read_bytes(kept, stop)
@@ -366,22 +366,3 @@ class PathCache:
         held = self._held - len(self._paths[key].buffer)
         self._held = held
         del self._paths[key]
-
-
-class _Memory:
-    """Lets NumPy write to memory that belongs to ``owner``."""
-
-    def __init__(self, owner: bytes) -> None:
-        of_owner = np.frombuffer(owner, np.uint8).__array_interface__
-        self.__array_interface__ = of_owner | {"data": (of_owner["data"][0], False)}
-        self.owner = owner
-
-
-def _writable(size: int) -> tuple[bytes, memoryview]:
-    """A new bytes object, zeroed, and the one way to write to it.
-
-    Views of it go out. Over a bytearray, or a memoryview of one, ``.base`` would lead to something that can be written to.
-    """
-    buffer = bytes(size)
-    memory: Any = np.asarray(_Memory(buffer))
-    return buffer, memoryview(memory)

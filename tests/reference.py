@@ -10,8 +10,7 @@ next prefilled token at the last decoded position + 1.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -453,31 +452,6 @@ class Draft:
         return tokens[:-1] if tail_policy == "drop_last" else tokens
 
 
-@dataclass(frozen=True)
-class History:
-    """One history of a golden vector file: what was cut how, and what each rule gives."""
-
-    family: str
-    note: str
-    params: Mapping[str, Any]
-    segments: tuple[Segment, ...]
-    expected: Mapping[str, Any]
-    engines: Mapping[str, Any]
-
-    def scheme(self, rule: str) -> Scheme:
-        tps = self.params.get("tokens_per_second")
-        return Scheme(self.family, rule, self.params["spatial_merge_size"], tps)
-
-    def table(self, rule: str) -> Mapping[str, Any] | None:
-        """positions and delta under a rule; None where the engine has no table."""
-        if rule == "hf5":
-            return self.expected
-        [given] = [answer for name, answer in self.engines.items() if name.startswith(rule)]
-        if given == "unsupported":
-            return None
-        return self.expected if given == "same" else given
-
-
 def split(tokens: Sequence[int], blocks: Sequence[Span], cuts: Sequence[int]) -> list[Segment]:
     """Cuts a history at the given token indexes, with a block that a cut runs through declared in parts."""
     bounds = [0, *cuts, len(tokens)]
@@ -491,41 +465,3 @@ def split(tokens: Sequence[int], blocks: Sequence[Span], cuts: Sequence[int]) ->
                 items.append(replace(item, spans=span, placeholders_before=low - first, unfinished=high < last))
         segments.append(Segment("input", tuple(tokens[start:stop]), tuple(items)))
     return segments
-
-
-def blocks_from_ids(params: Mapping[str, Any], tokens: Sequence[int], items: Sequence[Mapping[str, Any]]) -> list[Span]:
-    """Finds the run of placeholder ids of each item, which come in the order of their tokens."""
-    scheme = Scheme("qwen2_vl", "hf5", params["spatial_merge_size"])
-    blocks: list[Span] = []
-    at = 0
-    for number, given in enumerate(items):
-        placeholder = params[f"{given['modality']}_token_id"]
-        item = Item(
-            given["modality"],
-            number.to_bytes(32, "big"),
-            tuple(given["grid_thw"]),
-            given.get("second_per_grid"),
-            (),
-        )
-        start = tokens.index(placeholder, at)
-        at = start + placeholder_count(scheme, item)
-        assert all(token == placeholder for token in tokens[start:at])
-        blocks.append((item, start, at))
-    text = set(range(len(tokens))) - {index for _, start, stop in blocks for index in range(start, stop)}
-    pads = {params["image_token_id"], params["video_token_id"]}
-    assert not any(tokens[index] in pads for index in text)
-    return blocks
-
-
-def load_histories(text: str) -> list[History]:
-    """Reads a golden vector file (its content) into histories whose items have spans and declared parts."""
-    data = json.loads(text)
-    histories = []
-    for given in data["histories"]:
-        parts = [segment["tokens"] for segment in given["segments"]]
-        tokens = [token for part in parts for token in part]
-        items = [item for segment in given["segments"] for item in segment["items"]]
-        cuts = [sum(len(part) for part in parts[: k + 1]) for k in range(len(parts) - 1)]
-        segments = tuple(split(tokens, blocks_from_ids(given["params"], tokens, items), cuts))
-        histories.append(History(data["family"], given["note"], given["params"], segments, given["expected"], given["engines"]))
-    return histories

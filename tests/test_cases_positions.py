@@ -1095,12 +1095,25 @@ def test_c28_the_greatest_position_of_the_path_is_not_below_the_paths() -> None:
     assert low.next_position == 10
 
 
-@pytest.mark.parametrize("wrong", [3.7, "10", b"10", [10], True], ids=str)
-def test_c28_positions_are_integers(wrong: Any) -> None:
+@pytest.mark.parametrize("wrong", ["10", b"10", [10], True], ids=str)
+def test_c28_positions_are_numbers(wrong: Any) -> None:
     with pytest.raises(TypeError):
         ExternalPositions(PRUNED, next_position=wrong)
     with pytest.raises(TypeError):
         ExternalPositions(PRUNED, max_position=wrong)
+
+
+@pytest.mark.parametrize("wrong", [12.7, 12.0, np.float32(12)], ids=repr)
+def test_c28_positions_are_whole_where_the_scheme_has_no_others(wrong: Any) -> None:
+    session = new_session()
+    for external in (ExternalPositions(PRUNED, next_position=wrong), ExternalPositions(PRUNED, max_position=wrong)):
+        refuses(TypeError, session, lambda external=external: session.append(session.root, range(5), positions=external))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_c28_positions_are_finite(wrong: float) -> None:
+    with pytest.raises(PositionError):
+        ExternalPositions(PRUNED, next_position=wrong)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64, ">i4"])

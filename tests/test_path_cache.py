@@ -24,6 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sessiontree import MediaItem, Node, OutOfRange, Position, Session, SessionStore, SessionTree
 from sessiontree import tokens as tokens_module
+from sessiontree.frozen import writable_bytes
 from sessiontree.tokens import TOKEN_BYTES, Extent, PathCache
 from sessiontree.tree import DEFAULT_PATH_CACHE_BYTES
 from tests.test_freezing import assert_sealed
@@ -373,7 +374,7 @@ def test_a_path_that_outgrows_the_budget_is_read_right_all_the_way() -> None:
 
 def test_a_path_that_grows_is_copied_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
     copied = 0
-    writable, read_bytes = tokens_module._writable, Extent.read_bytes
+    writable, read_bytes = writable_bytes, Extent.read_bytes
 
     def counting_writable(size: int) -> tuple[bytes, memoryview]:
         nonlocal copied
@@ -387,7 +388,7 @@ def test_a_path_that_grows_is_copied_in_linear_time(monkeypatch: pytest.MonkeyPa
 
     session = text_session(path_cache_bytes=64 * MIB)
     node = forks_of(session, 100, 1)[0]
-    monkeypatch.setattr(tokens_module, "_writable", counting_writable)
+    monkeypatch.setattr(tokens_module, "writable_bytes", counting_writable)
     monkeypatch.setattr(Extent, "read_bytes", counting_read)
     for number in range(5000):
         node = session.append(node, [number] * 8)

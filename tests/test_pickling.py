@@ -42,7 +42,7 @@ from sessiontree import (
 )
 from sessiontree.index import Limits
 from sessiontree.pickling import _constants, _node, _records, _tree
-from sessiontree.positions.runs import TableRun
+from sessiontree.positions.runs import ExternalRun, is_external, packed, unpacked
 from tests.test_tree import IMAGE_PAD, VISION_END, VISION_START, identity, image, text_tree, tree_print, video, vl
 
 PROTOCOLS: Final = range(pickle.HIGHEST_PROTOCOL + 1)
@@ -213,7 +213,7 @@ def test_everything_that_can_occur_does() -> None:
     assert {node.origin for node in nodes} == {"input", "generated"}
     assert {node.tail_policy for node in nodes} == {None, "keep", "drop_last"}
     assert {link.kind for node in nodes for link in node.links} == {"derived_from", "prefix_of"}
-    assert any(isinstance(node.runs, tuple) and node.runs and isinstance(node.runs[0], TableRun) for node in nodes)
+    assert any(is_external(node.runs) for node in nodes)
     assert any(node.state.open_block is not None for node in nodes)
     assert any(item.extra for node in nodes for item in node.media)
     assert any(node.parent is not None and not len(node) for node in nodes)
@@ -676,10 +676,11 @@ def test_external_tables_are_checked() -> None:
     assert len(with_tables) == 2
     for at in with_tables:
         record = records[at]
-        [run] = record.runs
-        flipped = run._replace(data=bytes([run.data[0] ^ 1]) + run.data[1:])
+        [run] = unpacked(record.runs, len(record.data) // 4)
+        assert isinstance(run, ExternalRun)
+        flipped = packed([run._replace(data=bytes([run.data[0] ^ 1]) + run.data[1:])])
         for changed in (
-            record._replace(runs=(flipped,)),
+            record._replace(runs=flipped),
             record._replace(state=record.state._replace(next_position=record.state.next_position + 1)),
             record._replace(state=record.state._replace(max_position=record.state.max_position + 1)),
             record._replace(state=record.state._replace(num_tokens=record.state.num_tokens + 1)),

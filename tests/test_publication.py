@@ -31,9 +31,10 @@ import pytest
 import sessiontree
 from sessiontree import HeadMoved, LimitExceeded, MediaItem, Node, Session, SessionStore, SessionTree, StaleSession
 from sessiontree.features import FeatureStore
+from sessiontree.frozen import writable_bytes
 from sessiontree.index import NodeIndex
 from sessiontree.locks import new_lock
-from sessiontree.tokens import TOKEN_BYTES, Extent, PathCache, _Fork, _Gathered, _writable
+from sessiontree.tokens import TOKEN_BYTES, Extent, PathCache, _Fork, _Gathered
 from sessiontree.tree import _value
 from tests.test_tree import IMAGE_PAD, VISION_END, VISION_START, identity, image, vl
 
@@ -1227,7 +1228,7 @@ def broken_append_published_early(self: Extent, data: bytes) -> None:
     pen = self._pen
     if pen is None or needed > len(pen):
         old = self.buffer
-        self.buffer, pen = _writable(max(64, needed + needed // 4))
+        self.buffer, pen = writable_bytes(max(64, needed + needed // 4))
         pen[:used] = memoryview(old)[:used]
         self._pen = pen
     pen[used:needed] = data
@@ -1272,7 +1273,7 @@ def broken_append_end_first(self: Extent, data: bytes) -> None:
     needed = used + len(data)
     pen = self._pen
     if pen is None or needed > len(pen):
-        larger, pen = _writable(max(64, needed + needed // 4))
+        larger, pen = writable_bytes(max(64, needed + needed // 4))
         pen[:used] = memoryview(self.buffer)[:used]
         self.buffer = larger
         self._pen = pen
@@ -1315,7 +1316,7 @@ def broken_paths(self: PathCache, extent: Extent, stop: int) -> bytes | None:
     if known is not None and known.extent() is extent and known.stop >= stop:
         return known.buffer
     needed = stop * TOKEN_BYTES
-    buffer, pen = _writable(needed + needed // 4)
+    buffer, pen = writable_bytes(needed + needed // 4)
     self._paths[id(extent)] = _Gathered(_Fork(extent), stop, buffer, pen)
     pen[:needed] = extent.read_bytes(0, stop)
     return buffer
@@ -1327,7 +1328,7 @@ def broken_append_pen_first(self: Extent, data: bytes) -> None:
     needed = used + len(data)
     pen = self._pen
     if pen is None or needed > len(pen):
-        larger, pen = _writable(max(64, needed + needed // 4))
+        larger, pen = writable_bytes(max(64, needed + needed // 4))
         pen[:used] = memoryview(self.buffer)[:used]
         self._pen = pen
         self.buffer = larger

@@ -16,6 +16,8 @@ from sessiontree import Draft, Node, Unsupported
 from sessiontree.positions import Mode
 
 _TOKEN_TYPES: Final = {"image": 1, "video": 2}
+# Families whose models mark placeholders by mm_token_type_ids and take (3, batch, tokens) positions.
+_FAMILIES: Final = ("text", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "ernie4_5_vl", "paddleocr_vl", "hy_v4_vl")
 
 
 def to_transformers(
@@ -38,6 +40,8 @@ def to_transformers(
         if len(nodes) > 1:
             raise Unsupported(f"{len(nodes)} nodes at once; this version makes the inputs of one request at a time")
         node = nodes[0]
+    if isinstance(node, (Node, Draft)) and node.scheme.family not in _FAMILIES:
+        raise Unsupported(f"{node.scheme.name}: inputs are made for {', '.join(_FAMILIES)}", scheme=node.scheme.name)
     inputs = request_inputs(node, prefix_len, device, mode)
     prefix_len = inputs.prefix_len
     count = inputs.input_ids.shape[0]
@@ -62,9 +66,11 @@ def to_transformers(
                 prefix_len=prefix_len,
             )
         rows_seen = row + stop - start
-        placeholder = params.get(f"{item.modality}_token_id")
+        # Frames of a glm4v video are images to the model, marked as a video's.
+        kind = "image" if node.scheme.family == "glm4v" else item.modality
+        placeholder = params.get(f"{kind}_token_id")
         if placeholder is None:
-            raise Unsupported(f"{node.scheme.name} was not given {item.modality}_token_id, which transformers scans for", item=item)
+            raise Unsupported(f"{node.scheme.name} was not given {kind}_token_id, which transformers scans for", item=item)
         inputs.input_ids[start - prefix_len : stop - prefix_len] = placeholder
         types[start - prefix_len : stop - prefix_len] = _TOKEN_TYPES[item.modality]
     _refuse_strays(params, inputs.input_ids, types, prefix_len)

@@ -13,3 +13,7 @@ class Text(PositionScheme):
     __slots__ = ()
 
     family: ClassVar[str] = "text"
+
+    @property
+    def num_axes(self) -> int:
+        return 1

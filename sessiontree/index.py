@@ -7,7 +7,6 @@ readers need none, since they never look beyond their count. Nothing is ever tak
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from array import array
 from collections.abc import Iterator
@@ -230,29 +229,41 @@ class NodeIndex:
         return True
 
     def prefixes(self, count: int) -> PrefixIndex:
-        """The trie of the paths of at least the first ``count`` nodes.
+        """The trie of the paths of at least the first ``count`` nodes, over those of the layers below.
 
         Nodes that were added since the last time are added to it here, so that writers never pay for it.
         """
         known = self._prefixes
-        if known is not None and len(known.nodes) >= count:
+        if known is not None and known.count >= count:
+            return known
+        found: PrefixIndex | None = None
+        for index, visible in self.layers_upward(count):
+            found = index._own_prefixes(visible, found)
+        assert found is not None
+        return found
+
+    def _own_prefixes(self, count: int, below: PrefixIndex | None) -> PrefixIndex:
+        """The trie of this layer, given that of the base, which holds what is seen of it."""
+        known = self._prefixes
+        if known is not None and known.count >= count:
             return known
         with self._adding_lock:
-            if self._adding == get_ident():
-                return self._add_prefixes(PrefixIndex(self.root), count)  # one for this call alone
+            if self._adding == get_ident() or (self.base is not None and below is not self.base._prefixes):
+                # It, or what it lies over, is being added to further down on this stack: one for this call alone.
+                return self._add_prefixes(self._new_prefixes(below), count)
             self._adding = get_ident()
             try:
                 if self._prefixes is None:
-                    self._prefixes = PrefixIndex(self.root)
-                return self._add_prefixes(self._prefixes, max(count, self.count))
+                    self._prefixes = self._new_prefixes(below)
+                return self._add_prefixes(self._prefixes, count)
             finally:
                 self._adding = 0
 
+    def _new_prefixes(self, below: PrefixIndex | None) -> PrefixIndex:
+        return PrefixIndex(self.tip or self.root, below, self.base_count)
+
     def _add_prefixes(self, prefixes: PrefixIndex, count: int) -> PrefixIndex:
-        if len(prefixes.nodes) < self.base_count:
-            for node in itertools.islice(self.walk(self.base_count), len(prefixes.nodes), None):
-                prefixes.add(node)
-        for node in self.nodes[len(prefixes.nodes) - self.base_count : count - self.base_count]:
+        for node in self.nodes[prefixes.count - self.base_count : count - self.base_count]:
             prefixes.add(node)
         return prefixes
 

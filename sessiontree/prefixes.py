@@ -1,13 +1,17 @@
 """Which paths of a tree begin as a given history does: a radix trie over the paths of many nodes, whatever turns they are cut into.
 
 The trie consists of lines. A line is a stretch of path tokens that lies in one extent, so it is compared by one look at memory
-however many nodes end on it; other lines leave it wherever a path differs first. A position on a path is the same on two
-paths if the token is, and the placeholder of a media item if it is one. So every prefix has one place in the trie.
+however many nodes end on it; other lines leave it wherever a path differs first. The first line is a whole path, a fork's or just
+the root's, which is looked at where it lies. A position on a path is the same on two paths if the token is, and the placeholder of
+a media item if it is one. So every prefix has one place in the trie: a line, and a path index on it.
 
 Nodes come in commit order, and each adds to the trie what no path before it had, in time proportional to its own tokens. A
 search goes along lines, which is fastest, until a path has forked too often; then it goes from one block of tokens to the next
 by digests. It never looks at what came after the count it is given. One thread at a time adds; searching needs no lock, since what
 is there stays there and every step leaves the trie right.
+
+A trie may lie over an older version of another one, as a layer that holds what its own nodes add to that and leaves it as it is.
+No place is in both. So a search goes through the layers once, upwards, each from where the one below it had to stop.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from sessiontree.digest import pack
-from sessiontree.node import Node, placed_media
+from sessiontree.node import Node, deepest_to, placed_media
 from sessiontree.spans import (
     Placeholders,
     common_placeholders,
@@ -36,9 +40,8 @@ from sessiontree.tokens import INT32, TOKEN_BYTES, Extent
 BLOCK: Final = 512  # tokens
 _PATIENCE: Final = 32  # lines
 _MOST_BETWEEN: Final = 512
-_NO_DIGEST: Final = bytes(32)
-_FIRST_LOOK: Final = 256 * TOKEN_BYTES
-_LONGEST_LOOK: Final = 2**16 * TOKEN_BYTES
+_FIRST_LOOK: Final = 256  # tokens
+_LONGEST_LOOK: Final = 2**16  # tokens
 _ENDLESS: Final = 2**63
 
 
@@ -74,13 +77,12 @@ class PrefixMatch(NamedTuple):
 class _Line:
     """Path tokens ``[start, ...)`` of ``extent``, where ``parent`` is left. Made by nodes, which are known by their numbers.
 
-    ``grown``: (number, path index up to which that node brought the line). ``ends``: (path index, number) of the first node that
-    ends there, in two sorted lists: those that came in order, and some of those that came in between; a list that a reader may
-    have in hand only grows at its end. ``media``: the placeholders on it. ``digests``: of the path up to the end of each block
-    that ends on it.
+    ``number``: no two lines that one trie sees have the same. ``grown``: (number, path index up to which that node brought the
+    line). ``media``: the placeholders on it. ``digests``: see :meth:`PrefixIndex._digest_before`; by block, for those that end on
+    it.
     """
 
-    __slots__ = ("digests", "ends", "extent", "grown", "media", "number", "parent", "start")
+    __slots__ = ("digests", "extent", "grown", "media", "number", "parent", "start")
 
     def __init__(self, number: int, parent: _Line | None, start: int, extent: Extent) -> None:
         self.number = number
@@ -88,28 +90,17 @@ class _Line:
         self.start = start
         self.extent = extent
         self.grown: list[tuple[int, int]] = []
-        self.ends: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         self.media: list[Placeholders] = []
         self.digests: dict[int, bytes] = {}
 
-    def add_end(self, at: int, number: int) -> None:
-        """Note the node that ends at path index ``at``, if it is the first."""
-        ends, between = self.ends
-        if _end_before(ends, at)[0] == at or _end_before(between, at)[0] == at:
-            return
-        if not ends or ends[-1][0] < at:
-            ends.append((at, number))
-        elif not between or between[-1][0] < at:
-            between.append((at, number))
-        else:
-            self.ends = ends, sorted([*between, (at, number)])
-        if len(self.ends[1]) > _MOST_BETWEEN:
-            self.ends = sorted(ends + self.ends[1]), []
-
-    def end_before(self, at: int, count: int) -> int:
-        """The number of the node, of the first ``count``, that ends last at or before path index ``at``; -1 without any."""
-        ends, between = self.ends
-        return max(_end_before(ends, at, count), _end_before(between, at, count))[1]
+    def along(self, at: int, history: History, count: int) -> int:
+        """Path index up to which ``history`` is what the first ``count`` nodes brought from ``at`` on."""
+        number, reached = self.grown[-1]
+        if number >= count:
+            reached = self.visible(count)
+        if at >= reached:
+            return at
+        return _common(self.extent.buffer, self.extent.origin, self.media, at, min(reached, history.stop), history)
 
     def visible(self, count: int) -> int:
         """Path index up to which the first ``count`` nodes brought it; 0 where none of them did."""
@@ -121,67 +112,133 @@ class _Line:
         number = bisect_left(self.grown, at, key=lambda grown: grown[1])
         return self.grown[number][0] if number < len(self.grown) else _ENDLESS
 
-    def digest(self, block: int) -> bytes:
-        """The digest of its path up to the end of a block."""
-        line: _Line | None = self
-        while line is not None and line.start >= block * BLOCK:
-            line = line.parent
-        return _NO_DIGEST if line is None else line.digests[block]
+
+class _Path(_Line):
+    """The first line of a trie, number 0: the path of ``tip``, in whatever extents it lies. Its nodes are known by their depths."""
+
+    __slots__ = ("tip",)
+
+    def __init__(self, tip: Node) -> None:
+        super().__init__(0, None, 0, tip._extent)
+        self.tip = tip
+
+    def along(self, at: int, history: History, count: int) -> int:
+        """As for other lines; all of it is seen, whatever the ``count``."""
+        tip = self.tip
+        stop, look = min(tip.stop, history.stop), _FIRST_LOOK
+        while at < stop:  # look by look, so that nothing far behind a difference is gathered
+            end = min(at + look, stop)
+            node = tip.node_at(end - 1)
+            at = _common(node._extent.read_bytes(at, end), at, placed_media(node, at, end), at, end, history)
+            if at < end:
+                break
+            look = min(look * 4, _LONGEST_LOOK)
+        return at
+
+    def maker(self, at: int) -> int:
+        return self.tip.node_at(at - 1).depth if at <= self.tip.stop else _ENDLESS
+
+    def last_end(self, left: int) -> Node:
+        """The earliest of the nodes that end last at or before path index ``left``."""
+        stop = deepest_to(self.tip, left).stop
+        return self.tip.node_at(stop - 1) if stop else self.tip.ancestor(0)
 
 
-def _end_before(ends: Sequence[tuple[int, int]], at: int, count: int = _ENDLESS) -> tuple[int, int]:
-    place = bisect_right(ends, (at, _ENDLESS)) - 1
-    while place >= 0 and ends[place][1] >= count:
-        place -= 1
-    return ends[place] if place >= 0 else (-1, -1)
+_Ends = tuple[list[tuple[int, int]], list[tuple[int, int]]]
 
 
 class PrefixIndex:
-    """The trie of the first ``len(nodes)`` nodes of a tree, root first."""
+    """The trie of the first ``count`` nodes of a tree.
 
-    __slots__ = ("_blocks", "_branches", "_first_branches", "_lines", "_places", "nodes")
+    ``first``: the number of the first of its own ``nodes``: behind the path of ``tip``, or, for a layer, behind the first
+    ``base_count`` nodes of ``base``, which has taken them in.
+    """
 
-    def __init__(self, root: Node) -> None:
-        line = _Line(0, None, 0, root._extent)
-        line.grown.append((0, 0))
-        line.add_end(0, 0)
-        self.nodes = [root]
-        self._lines = [line]
+    __slots__ = (
+        "_below",
+        "_blocks",
+        "_branches",
+        "_ends",
+        "_first_branches",
+        "_first_line",
+        "_next_line",
+        "_path",
+        "_places",
+        "first",
+        "nodes",
+    )
+
+    def __init__(self, tip: Node, base: PrefixIndex | None = None, base_count: int = 0) -> None:
+        self.nodes: list[Node] = []
+        if base is None:
+            self.first = tip.depth + 1
+            self._path = _Path(tip)
+            self._below: _Layers = ()
+            self._first_line = 1
+        else:
+            self.first = base_count
+            self._path = base._path
+            self._below = (*base._below, (base, base_count))
+            self._first_line = base._next_line  # what has a higher number down there is not seen from here
+        self._next_line: int = self._first_line
         self._branches: dict[Any, _Line] = {}  # by line, path index and what stands there
         self._first_branches: dict[int, int] = {}  # by line and path index, the number of the node
-        self._places: dict[bytes, int] = {root.id: 0}  # the line that each node ends on
+        # By line, (path index, number) of the first node that ends there, in two sorted lists: those that came in order, and
+        # some of those that came in between. A list that a reader may have in hand only grows at its end.
+        self._ends: dict[int, _Ends] = {}
+        self._places: dict[bytes, _Line] = {}  # the line that each node ends on
         self._blocks: dict[bytes, _Line] = {}  # by digest, the line that the block ends on
+
+    @property
+    def count(self) -> int:
+        return self.first + len(self.nodes)
 
     def add(self, node: Node) -> None:
         """Add the next node in commit order. Where this was interrupted, the same node is simply added again."""
         assert node.parent is not None
-        number = len(self.nodes)
+        number = self.first + len(self.nodes)
         start, stop = node.start, node.stop
-        line = self._lines[self._places[node.parent.id]]
+        line = self._place_of(node.parent)
         if start < stop:
             history = History(start, node._extent.read_bytes(start, stop), placeholders_of(node.media, start))
-            line, known, _ = self._follow(line, start, history, _ENDLESS, _ENDLESS)
+            left, known = _follow(line, start, history, _layers_of(line, self._layers(_ENDLESS)), _ENDLESS)
+            line = left
             if known < stop:
-                branches = known < line.grown[-1][1] or line.extent is not node._extent
-                left, line = line, _Line(len(self._lines), line, known, node._extent) if branches else line
+                line = self._line_from(left, known, node)
                 known_media = max(known, line.media[-1].stop if line.media else 0)
                 join_placeholders(line.media, placeholders_behind(history.media, known_media))
                 self._add_blocks(line, node, known)
                 line.grown.append((number, stop))  # from here on the rest is seen
-                if branches:
-                    self._lines.append(line)
+                if line is not left:
                     self._first_branches.setdefault(_place(left, known), number)
                     self._branches[_key(left, known, history)] = line
-            line.add_end(stop, number)
-        self._places[node.id] = line.number
+            self._add_end(line, stop, number)
+        self._places[node.id] = line
         self.nodes.append(node)
+
+    def _place_of(self, node: Node) -> _Line:
+        """The line that a node, of its own or below, ends on."""
+        line = self._places.get(node.id)
+        for trie, _ in reversed(self._below):
+            if line is not None:
+                break
+            line = trie._places.get(node.id)
+        return self._path if line is None else line
+
+    def _line_from(self, left: _Line, at: int, node: Node) -> _Line:
+        """The line for the tokens of the next node behind path index ``at`` of ``left``: that one, if it can grow, or a branch."""
+        if left.number >= self._first_line and left.grown[-1][1] == at and left.extent is node._extent:
+            return left
+        number = self._next_line
+        self._next_line = number + 1
+        return _Line(number, left, at, node._extent)
 
     def _add_blocks(self, line: _Line, node: Node, known: int) -> None:
         """Take in the blocks that end on a line because of ``node``, behind path index ``known``."""
         first, last = known // BLOCK, node.stop // BLOCK
         if first == last:
             return
-        digest = line.digest(first)
+        digest = self._digest_before(line, known)
         start, stop = first * BLOCK, last * BLOCK
         history = History(start, node._extent.read_bytes(start, stop), placed_media(node, start, stop))
         for block in range(first + 1, last + 1):
@@ -189,55 +246,141 @@ class PrefixIndex:
             line.digests[block] = digest
             self._blocks[digest] = line
 
+    def _add_end(self, line: _Line, at: int, number: int) -> None:
+        """Note that a node ends at path index ``at`` of ``line``, if it is the first."""
+        ends, between = self._ends.get(line.number) or self._ends.setdefault(line.number, ([], []))
+        if _end_before(ends, at)[0] == at or _end_before(between, at)[0] == at:
+            return
+        if not ends or ends[-1][0] < at:
+            ends.append((at, number))
+        elif not between or between[-1][0] < at:
+            between.append((at, number))
+        else:
+            between = sorted([*between, (at, number)])
+            self._ends[line.number] = ends, between
+        if len(between) > _MOST_BETWEEN:
+            self._ends[line.number] = sorted(ends + between), []
+
     def search(self, history: History, count: int) -> tuple[PrefixMatch, Node | None]:
         """How far ``history``, from the root on, is known among the first ``count`` nodes.
 
         And the earliest node that goes on from there, otherwise than the history where that goes on too; None where none does.
         """
-        line, length, on = self._follow(self._lines[0], 0, history, count, _PATIENCE)
-        if on:
-            line, length = self._skip(line, length, history, count)
-            line, length, _ = self._follow(line, length, history, count, _ENDLESS)
-        node = self._last_end(line, length, count)
-        within = None if length == node.stop else self.nodes[line.maker(length)]
-        beyond = min(line.maker(length + 1), self._first_branches.get(_place(line, length), _ENDLESS))
-        return PrefixMatch(node, length, within), self.nodes[beyond] if beyond < count else None
+        layers = self._layers(count)
+        line, length = _follow(self._path, 0, history, layers, _PATIENCE)
+        node = _last_end(line, length, layers)
+        layers = _layers_of(line, layers)
+        within = None if length == node.stop else layers[0][0]._node(line.maker(length))
+        number = line.maker(length + 1)
+        for trie, seen in layers:
+            number = min(number, trie._first_branches.get(_place(line, length), _ENDLESS))
+            if number < seen:
+                return PrefixMatch(node, length, within), trie._node(number)
+            number = _ENDLESS
+        return PrefixMatch(node, length, within), None
 
-    def _last_end(self, line: _Line, left: int, count: int) -> Node:
-        """The node that ends last at or before path index ``left`` of ``line``."""
-        while (number := line.end_before(left, count)) < 0:
-            assert line.parent is not None  # the root ends on the first line
-            line, left = line.parent, line.start
-        return self.nodes[number]
+    def _layers(self, count: int) -> _Layers:
+        """(trie, how many nodes are seen in it and below) for those below and this one, the lowest first."""
+        return (*self._below, (self, count))
 
-    def _follow(self, line: _Line, at: int, history: History, count: int, most: int) -> tuple[_Line, int, bool]:
-        """Where ``history`` leads to from path index ``at`` of ``line``, and whether it goes on there: after ``most`` branches."""
+    def _node(self, number: int) -> Node:
+        return self.nodes[number - self.first] if number >= self.first else self._path.tip.ancestor(number)
+
+    def _end_before(self, line: _Line, left: int, count: int) -> tuple[int, int]:
+        """(path index, number) of the node of its own, of the first ``count``, that ends last on ``line`` at or before ``left``.
+
+        (-1, -1) without any.
+        """
+        ends = self._ends.get(line.number)
+        return (-1, -1) if ends is None else max(_end_before(ends[0], left, count), _end_before(ends[1], left, count))
+
+    def _by_branches(self, line: _Line, at: int, history: History, count: int, most: int) -> tuple[_Line, int, bool]:
+        """Where ``history`` leads to from a place where ``line`` does not go on as it does.
+
+        And whether it goes on there: after ``most`` branches.
+        """
         stop = history.stop
-        while True:
-            number, reached = line.grown[-1]
-            if number >= count:
-                reached = line.visible(count)
-            if at < reached:
-                at = _common(line, at, min(reached, stop), history)
-            if at >= stop:
-                return line, at, False
+        while at < stop:
             branch = self._branches.get(_key(line, at, history))
             if branch is None or branch.grown[0][0] >= count:
-                return line, at, False
+                break
             if not most:
                 return line, at, True
             line, most = branch, most - 1
+            at = line.along(at, history, count)
+        return line, at, False
 
-    def _skip(self, line: _Line, at: int, history: History, count: int) -> tuple[_Line, int]:
-        """As far as ``history``, known up to path index ``at`` of ``line``, is known by whole blocks."""
-        digest = line.digest(at // BLOCK)
+    def _by_blocks(self, line: _Line, at: int, history: History, count: int) -> tuple[_Line, int]:
+        """As far as ``history``, known up to path index ``at`` of ``line``, is known by whole blocks, and along the last line."""
+        digest = self._digest_before(line, at)
+        known: _Line | None = None
         for block in range(at // BLOCK + 1, history.stop // BLOCK + 1):
             digest = _digest(digest, block, history)
             found = self._blocks.get(digest)
             if found is None or found.visible(count) < block * BLOCK:
                 break
-            line, at = found, block * BLOCK
-        return line, at
+            known, at = found, block * BLOCK
+        return (line, at) if known is None else (known, known.along(at, history, count))
+
+    def _digest_before(self, line: _Line, at: int) -> bytes:
+        """The digest of a path up to the last end of a block at or before path index ``at`` of ``line``.
+
+        Digests start from the place where a path leaves what lies below, which a search has come by.
+        """
+        block = at // BLOCK
+        while line.number >= self._first_line:
+            if line.start < block * BLOCK:
+                return line.digests[block]
+            assert line.parent is not None  # only the first line has none, which is not one of its own
+            line, at = line.parent, line.start
+        return _place(line, at).to_bytes(32, "little")
+
+
+_Layers = tuple[tuple[PrefixIndex, int], ...]
+
+
+def _layers_of(line: _Line, layers: _Layers) -> _Layers:
+    """The trie that ``line`` belongs to, and those over it, which alone may have something on it."""
+    lowest = len(layers) - 1
+    while lowest and layers[lowest][0]._first_line > line.number:
+        lowest -= 1
+    return layers[lowest:] if lowest else layers
+
+
+def _follow(line: _Line, at: int, history: History, layers: _Layers, patience: int) -> tuple[_Line, int]:
+    """Where ``history`` leads to from path index ``at`` of ``line``, which the lowest of ``layers`` holds.
+
+    In each of them by blocks, after ``patience`` branches.
+    """
+    at = line.along(at, history, layers[0][1])
+    for trie, count in layers:
+        line, at, on = trie._by_branches(line, at, history, count, patience)
+        if on:
+            line, at = trie._by_blocks(line, at, history, count)
+            line, at, _ = trie._by_branches(line, at, history, count, _ENDLESS)
+    return line, at
+
+
+def _last_end(line: _Line, left: int, layers: _Layers) -> Node:
+    """The earliest of the nodes that end last at or before path index ``left`` of ``line``."""
+    while True:
+        node = line.last_end(left) if isinstance(line, _Path) else None
+        last = -1 if node is None else node.stop
+        for trie, count in _layers_of(line, layers):
+            at, number = trie._end_before(line, left, count)
+            if at > last:
+                last, node = at, trie._node(number)
+        if node is not None:
+            return node
+        assert line.parent is not None  # the root ends on the first line
+        line, left = line.parent, line.start
+
+
+def _end_before(ends: Sequence[tuple[int, int]], at: int, count: int = _ENDLESS) -> tuple[int, int]:
+    place = bisect_right(ends, (at, _ENDLESS)) - 1
+    while place >= 0 and ends[place][1] >= count:
+        place -= 1
+    return ends[place] if place >= 0 else (-1, -1)
 
 
 def _digest(before: bytes, block: int, history: History) -> bytes:
@@ -264,23 +407,23 @@ def _place(line: _Line, at: int) -> int:
 _token = Struct("<i").unpack_from
 
 
-def _common(line: _Line, start: int, stop: int, history: History) -> int:
-    """Path index up to which ``history`` is what stands on ``line`` from ``start`` on; at most ``stop``, which may be before it."""
-    ours, theirs = history.data, line.extent.buffer
-    shift, their_shift = history.origin * TOKEN_BYTES, line.extent.origin * TOKEN_BYTES
-    at, last, look = start * TOKEN_BYTES, stop * TOKEN_BYTES, _FIRST_LOOK
-    while at < last:  # looks grow with what was found alike, so that a difference is found soon after where it is
-        size = min(last - at, look)
-        if size > _FIRST_LOOK or ours[at - shift : at - shift + size] != theirs[at - their_shift : at - their_shift + size]:
-            own = np.frombuffer(ours, INT32, size // TOKEN_BYTES, at - shift)
-            differs = own != np.frombuffer(theirs, INT32, size // TOKEN_BYTES, at - their_shift)
+def _common(known: bytes, origin: int, media: Sequence[Placeholders], start: int, stop: int, history: History) -> int:
+    """Path index up to which ``history`` is what is known from ``start`` on; at most ``stop``.
+
+    ``known``: path tokens from ``origin`` on; ``media``: those in them.
+    """
+    at, look, data = start, _FIRST_LOOK, history.data
+    while at < stop:  # looks grow with what was found alike, so that a difference is found soon after where it is
+        size = min(stop - at, look)
+        length, own, other = size * TOKEN_BYTES, (at - history.origin) * TOKEN_BYTES, (at - origin) * TOKEN_BYTES
+        if size > _FIRST_LOOK or data[own : own + length] != known[other : other + length]:
+            differs = np.frombuffer(data, INT32, size, own) != np.frombuffer(known, INT32, size, other)
             alike = int(differs.argmax())
             if differs[alike]:
-                at += alike * TOKEN_BYTES
+                at += alike
                 break
         at += size
         look = min(look * 4, _LONGEST_LOOK)
-    at //= TOKEN_BYTES
-    if at > start and (line.media or history.media):
-        return common_placeholders(line.media, history.media, start, at)
+    if at > start and (media or history.media):
+        return common_placeholders(media, history.media, start, at)
     return at

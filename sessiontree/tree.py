@@ -194,8 +194,8 @@ class SessionTree(Sealed):
         ``media``: its items, spans relative to the history's first token. Token ids must be equal one by one, inside spans too,
         and the items that they are placeholders of; turns, roles and where the positions came from do not matter. In time
         proportional to the history, whatever is in the tree; nodes that were added since the last call are taken in first, a
-        few µs each; a value that was appended to an older one, and a fork, take in all they hold when they are first asked.
-        Raises OutOfRange and MediaSpanError for a history that cannot be.
+        few µs each, once for all values that hold them; the path of a fork needs no such thing. Raises OutOfRange and
+        MediaSpanError for a history that cannot be.
         """
         return self._find_prefix(token_bytes(token_ids), tuple(media))[0]
 

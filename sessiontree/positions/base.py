@@ -494,7 +494,7 @@ class PositionScheme(Sealed):
                 span=span,
                 limit=part.block,
             )
-        is_last = (start - item.spans[-1][0], stop - start) == (0, item.spans[-1][1])
+        is_last = (start, stop - start) == item.spans[-1]
         _check_count(item, span, last, part.total, count, is_last=is_last, whole_block=end == part.block)
         base = part.base if first else self.begin_block(cursor, item)
         for run in self.block_runs(cursor, item, base, first, end):

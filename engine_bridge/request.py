@@ -23,10 +23,10 @@ class RequestInputs:
 
     ``input_ids``: (T,) int64. ``positions``: (num_axes, T) int64, float32 where the scheme's engine takes floats.
     ``mrope_position_delta``: (1, 1) int64, float32 where it can be fractional; the token at index i that is decoded after them
-    stands at i + delta, whatever the window. ``media_spans``: (item, start, stop) clipped to the window, in path coordinates. ``first_rows``: for each of them, which
-    row of the whole item's encoder output its first token takes. ``needed_items``: the items that have a placeholder in the
-    window, in path order, each content once. ``features``: what the store holds for each of them, safe from eviction for as long
-    as this is held; None unless they were asked for. ``mode``: which positions these are.
+    stands at i + delta, whatever the window. ``media_spans``: (item, start, stop) clipped to the window, in path coordinates.
+    ``first_rows``: for each of them, which row of the whole item's encoder output its first token takes. ``needed_items``: the
+    items that have a placeholder in the window, in path order, each content once. ``features``: what the store holds for each of
+    them, safe from eviction for as long as this is held; None unless they were asked for. ``mode``: which positions these are.
     """
 
     input_ids: torch.Tensor

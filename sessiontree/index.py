@@ -184,20 +184,24 @@ class NodeIndex:
     def children(self, parent: Node, count: int) -> Iterator[tuple[int, Node]]:
         """(ordinal, node) for the children of ``parent`` among the first ``count``, in commit order."""
         for index, visible in self.layers_upward(count):
-            base = index.base_count
             if index.tip is not None and parent.depth < index.tip.depth:
                 child = index.tip.ancestor(parent.depth + 1)
                 if child.parent == parent:
                     yield child.depth, child
-            if not index._see_children():
-                for at, node in enumerate(index.nodes[: visible - base], base):
-                    if node.parent is not None and node.parent.id == parent.id:
-                        yield at, node
-                continue
-            ordinal = index._first_child.get(parent.id, -1)
-            while 0 <= ordinal < visible:
-                yield ordinal, index.nodes[ordinal - base]
-                ordinal = index._next_sibling[ordinal - base]
+            yield from index.own_children(parent, visible)
+
+    def own_children(self, parent: Node, visible: int) -> Iterator[tuple[int, Node]]:
+        """Those of them that lie in this layer; ``visible``: how many nodes are seen in it and below."""
+        base = self.base_count
+        if not self._see_children():
+            for at, node in enumerate(self.nodes[: visible - base], base):
+                if node.parent is not None and node.parent.id == parent.id:
+                    yield at, node
+            return
+        ordinal = self._first_child.get(parent.id, -1)
+        while 0 <= ordinal < visible:
+            yield ordinal, self.nodes[ordinal - base]
+            ordinal = self._next_sibling[ordinal - base]
 
     def _see_children(self) -> bool:
         """Link every node that was added since the last time behind its elder siblings. No writer waits for it.

@@ -82,20 +82,20 @@ class GridRun(NamedTuple):
 class FrameRun(NamedTuple):
     """``length`` tokens of frames of ``height`` x ``width``, each at a time of its own, beginning ``skip`` tokens into the first.
 
-    ``times``: int64 or float32 (where ``base`` is a float), from ``base``. A token stands at t = base + its frame's time,
+    ``offsets``: int64 or float32 (where ``base`` is a float) times from ``base``. A token stands at t = base + its frame's time,
     h = base + row, w = base + column.
     """
 
     length: int
     base: int | float
-    times: bytes
+    offsets: bytes
     height: int
     width: int
     skip: int
 
     def frame_times(self) -> NDArray[Any]:
         """Times of its frames from ``base``: int64 or float32."""
-        return np.frombuffer(self.times, _number(self.base))
+        return np.frombuffer(self.offsets, _number(self.base))
 
     def greatest(self) -> int | float:
         last = self.skip + self.length - 1

@@ -108,7 +108,7 @@ class Draft:
         self._states: list[tuple[int, bytes]] = []
         self._how_closed: str | None = None
         # Its tokens have positions in both modes; as replayed they can stand further on than as decoded.
-        first = max(parent.stop + parent.mrope_position_delta, parent.position_state("as_replayed").next_position)
+        first = max(state.max_position + 1, parent.position_state("as_replayed").next_position)
         self._room = int(self.scheme.max_position_limit - first)
         if max_tokens is not None:
             self._room = min(self._room, max_tokens - parent.stop)

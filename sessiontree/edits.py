@@ -249,7 +249,9 @@ def _same_tokens(source: Node, data: bytes, media: Sequence[MediaItem]) -> int:
 def _ranges(source: Node, item: MediaItem) -> list[tuple[int, int]]:
     """Tokens ``[start, stop)`` of a turn that no cut may part."""
     whole = source.scheme.atomic_span(item)
-    return [whole] if whole is not None else [(offset, offset + size) for offset, size in item.spans]
+    if whole is not None:
+        return [(max(whole[0], 0), whole[1])]
+    return [(offset, offset + size) for offset, size in item.spans]
 
 
 def items_behind(media: Iterable[MediaItem], length: int) -> list[MediaItem]:

@@ -319,7 +319,7 @@ class PositionScheme(Sealed):
         if not (least >= 0 and np.isfinite(greatest)):
             raise PositionError(f"an external table holds the position {least if greatest >= 0 else greatest}", value=least)
         self._check_limit(greatest)
-        table = table.astype(np.float32 if self.floats else np.int64)
+        table = table.astype(np.float32 if self.floats else np.int64) + 0  # -0.0 is 0.0
         last = table.max().item()
         top = last if top is None else self._number(top)
         after = self._number(last + 1) if after is None else self._number(after)
@@ -348,8 +348,8 @@ class PositionScheme(Sealed):
         """How far from a block's base the text after it stands; ``last_time`` is that of its last frame."""
         return max(last_time + 1, height, width)
 
-    def text(self, cursor: Cursor, data: bytes) -> None:
-        """Place the tokens of a stretch that no span covers."""
+    def text(self, cursor: Cursor, data: bytes, item: MediaItem | None = None) -> None:
+        """Place the tokens of a stretch that no span covers. ``item``: whose span follows; None where the turn ends."""
         count = len(data) // TOKEN_BYTES
         base = cursor.next_position
         cursor.add(TextRun(count, int(base)), base + count - 1)
@@ -404,7 +404,7 @@ class PositionScheme(Sealed):
     # Turns, parts and limits
 
     def _number(self, position: Any) -> int | float:
-        return float(np.float32(position)) if self.floats else int(position)
+        return float(np.float32(position)) + 0.0 if self.floats else int(position)
 
     def _parameter(self, name: str, item: MediaItem, why: str) -> Any:
         value = self._params.get(name)
@@ -433,7 +433,7 @@ class PositionScheme(Sealed):
         at = 0
         for start, stop, item in placed:
             if start > at:
-                self.text(cursor, data[at * TOKEN_BYTES : start * TOKEN_BYTES])
+                self.text(cursor, data[at * TOKEN_BYTES : start * TOKEN_BYTES], item)
             part = begun.get(id(item))
             if part is None:
                 part = begun[id(item)] = self._begun(cursor, item, (start, stop))

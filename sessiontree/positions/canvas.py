@@ -86,7 +86,7 @@ class MiniCPMV47(PositionScheme):
     def carried_behind(self, state: PositionState, media: Sequence[MediaItem], after: Any = None) -> tuple[Any, ...]:
         return ()
 
-    def text(self, cursor: Cursor, data: bytes) -> None:
+    def text(self, cursor: Cursor, data: bytes, item: MediaItem | None = None) -> None:
         """Markers lie on the coat of the picture before them, if they follow it at once; all else is plain text."""
         if cursor.carried:
             on_coat = self._leading_markers(data)

@@ -115,7 +115,7 @@ _MODELS: Final[Mapping[str, _Model]] = {
     "Keye": _Model("qwen3_vl", {"spatial_merge_size": 2}),
     "KeyeVL1_5": _Model("qwen3_vl", {"spatial_merge_size": 2}),
     "glm4v": _glm(151343, 151339, 151341),
-    "glm4v_moe": _glm(151343, 151339, 151341),
+    "glm4v_moe": _glm(151363, 151339, 151341),
     "glm46v": _glm(151343, 151339, 151361),
     "glm_ocr": _glm(59280, 59256, 59258),
     "qwen2_5_omni": _OMNI_2_5,

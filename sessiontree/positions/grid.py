@@ -203,7 +203,8 @@ class GlmImage(Qwen2VL):
     """``glm_image@<rule>``: images are grids of tokens without merging; the images it makes are decoded by a plan.
 
     Text continues at base + max(h, w) under both rules, hf5 and sglang; the delta is always 0. What is generated stands where
-    :meth:`decode_positions` says; behind a plan without target grids there is the end marker alone.
+    :meth:`decode_positions` says; behind a plan without target grids there is the end marker alone. State carries whether it was
+    generated.
     """
 
     __slots__ = ()
@@ -248,8 +249,19 @@ class GlmImage(Qwen2VL):
         tables.append(np.full((3, 1), at))
         return frozen_array(np.concatenate(tables, axis=1))
 
+    def text(self, cursor: Cursor, data: bytes, item: MediaItem | None = None) -> None:
+        cursor.carried = ()
+        super().text(cursor, data)
+
+    def begin_block(self, cursor: Cursor, item: MediaItem) -> int | float:
+        cursor.carried = ()
+        return super().begin_block(cursor, item)
+
+    def carried_behind(self, state: PositionState, media: Sequence[MediaItem], after: Any = None) -> tuple[Any, ...]:
+        return (1,) if after is None else ()
+
     def decode_room(self, state: PositionState) -> int:
-        return 1
+        return 0 if state.carried else 1
 
     def plan_decode(self, state: PositionState, count: int) -> tuple[Runs, PositionState]:
         if count > self.decode_room(state):

@@ -21,7 +21,7 @@ from sessiontree.media import MediaItem
 from sessiontree.positions.base import Cursor, PositionState
 from sessiontree.positions.grid import IDS_2_VL, Qwen2VL, checked_times
 from sessiontree.positions.runs import FloatTextRun, FrameRun, Piece, Runs, TextRun, grid_run, packed, parts, write
-from sessiontree.tokens import INT32, TOKEN_BYTES
+from sessiontree.tokens import TOKEN_BYTES
 
 _OMNI_DEFAULTS: Mapping[str, Any] = {
     "spatial_merge_size": 2,
@@ -104,6 +104,20 @@ class _Omni(Qwen2VL):
             runs.append(audio.part(heard, audio.length))
         return runs
 
+    def _ends_with(self, data: bytes, opening: int, item: MediaItem | None) -> tuple[bool, int]:
+        """Whether text ends with the pair that opens audio in video, as far as that is known, and whether with a vision_start.
+
+        ``opening``: whether a vision_start stood before it; ``item``: what follows, None where the turn ends.
+        """
+        start, audio = self._params.get("vision_start_token_id"), self._params.get("audio_start_token_id")
+        if start is None or audio is None:
+            return False, 0
+        first = start.to_bytes(TOKEN_BYTES, "little")
+        before = data[-2 * TOKEN_BYTES : -TOKEN_BYTES]
+        follows = before == first or (not before and bool(opening))
+        paired = follows and data[-TOKEN_BYTES:] == audio.to_bytes(TOKEN_BYTES, "little") and (item is None or _has_both(item))
+        return paired, int(data[-TOKEN_BYTES:] == first)
+
     def _frames(self, item: MediaItem, base: Any, first: int, stop: int, height: int, width: int) -> FrameRun:
         """Frames ``[first, stop)`` of a block."""
         times = np.array(self.frame_times(item, first, stop), np.int64)
@@ -128,9 +142,10 @@ class _Pair(NamedTuple):
 class Qwen25Omni(_Omni):
     """``qwen2_5_omni@<rule>``: frames and audio stand at whole positions.
 
-    An audio_start behind a vision_start shares its position, and so do the two tokens behind audio in video, which goes by chunks
-    of ``seconds_per_chunk``: frames of a chunk, then its audio. State carries whether the last token was a vision_start, and how
-    many tokens of the closing pair are due. Under vllm audio in video is unsupported: its table is one token early.
+    Before audio in video, or at the end of a turn, an audio_start behind a vision_start shares its position; so do the two tokens
+    behind audio in video, which goes by chunks of ``seconds_per_chunk``: frames of a chunk, then its audio. State carries whether
+    the last token was a vision_start, and how many tokens of the closing pair are due. Under vllm audio in video is unsupported:
+    its table is one token early.
     """
 
     __slots__ = ()
@@ -156,7 +171,10 @@ class Qwen25Omni(_Omni):
     def carried_behind(self, state: PositionState, media: Sequence[MediaItem], after: Any = None) -> tuple[Any, ...]:
         return _Pair(0, 0)
 
-    def text(self, cursor: Cursor, data: bytes) -> None:
+    def text(self, cursor: Cursor, data: bytes, item: MediaItem | None = None) -> None:
+        if self.rule == "vllm":
+            super().text(cursor, data)
+            return
         opening, closing = cursor.carried
         count = len(data) // TOKEN_BYTES
         for _ in range(min(closing, count)):
@@ -165,19 +183,15 @@ class Qwen25Omni(_Omni):
             if closing:
                 cursor.next_position -= 1
             data = data[TOKEN_BYTES:]
-        if data:
-            start, audio = self._params.get("vision_start_token_id"), self._params.get("audio_start_token_id")
-            at = 0
-            if start is not None and audio is not None:
-                for pair in _pairs(data, opening, start, audio):
-                    if pair > at:
-                        super().text(cursor, data[at * TOKEN_BYTES : pair * TOKEN_BYTES])
-                    cursor.next_position -= 1
-                    at = pair
-                opening = int(data[-TOKEN_BYTES:] == start.to_bytes(TOKEN_BYTES, "little"))
-            super().text(cursor, data[at * TOKEN_BYTES :])
-        elif count:
-            opening = 0
+        if count:
+            paired, opening = self._ends_with(data, opening, item)
+            if paired:
+                if len(data) > TOKEN_BYTES:
+                    super().text(cursor, data[:-TOKEN_BYTES])
+                cursor.next_position -= 1
+                data = data[-TOKEN_BYTES:]
+            if data:
+                super().text(cursor, data)
         cursor.carried = _Pair(opening, closing)
 
     def begin_block(self, cursor: Cursor, item: MediaItem) -> int | float:
@@ -236,15 +250,6 @@ def _chunk_ends(times: NDArray[np.int64], size: int, chunk: int) -> list[int]:
         ends.append(end)
         number += 1
     return [*ends, len(times) * size]
-
-
-def _pairs(data: bytes, opening: int, start: int, audio: int) -> Sequence[int]:
-    """Indexes of the audio_start tokens that stand right behind a vision_start."""
-    if audio.to_bytes(TOKEN_BYTES, "little") not in data:
-        return ()
-    ids = np.frombuffer(data, INT32)
-    places: list[int] = np.flatnonzero(ids == audio).tolist()
-    return [at for at in places if (ids[at - 1] == start if at else opening)]
 
 
 class Qwen3OmniWhole(_Omni):
@@ -330,7 +335,7 @@ class Qwen3Omni(Qwen3OmniWhole):
         carried = _Run(after, 0, 0, 0, delta)
         return self.compact([run]), PositionState(state.num_tokens + count, after, max(last, state.max_position), (), carried)
 
-    def text(self, cursor: Cursor, data: bytes) -> None:
+    def text(self, cursor: Cursor, data: bytes, item: MediaItem | None = None) -> None:
         base, tokens, opening, closing, _ = cursor.carried
         count = len(data) // TOKEN_BYTES
         at = 0
@@ -342,24 +347,21 @@ class Qwen3Omni(Qwen3OmniWhole):
             opening = 0
             if not closing:
                 base, tokens = _single(_single(base + (tokens - 1)) + 1), 0
-        start, audio = self._params.get("vision_start_token_id"), self._params.get("audio_start_token_id")
-        if at < count and start is not None and audio is not None:
-            for pair in _pairs(data, opening, start, audio):
-                if pair < at:
-                    continue
-                if pair > at:
-                    _add_text(cursor, base, tokens, pair - at)
-                    tokens += pair - at
-                base, tokens, at = _single(base + (tokens - 1)), 1, pair  # a run that begins at the vision_start
-            opening = int(data[-TOKEN_BYTES:] == start.to_bytes(TOKEN_BYTES, "little"))
         if at < count:
+            paired, opening = self._ends_with(data[at * TOKEN_BYTES :], opening, item)
+            if paired:  # a run that begins at the vision_start
+                if at < count - 1:
+                    _add_text(cursor, base, tokens, count - 1 - at)
+                    tokens += count - 1 - at
+                base, tokens, at = _single(base + (tokens - 1)), 1, count - 1
             _add_text(cursor, base, tokens, count - at)
             tokens += count - at
         cursor.next_position = _single(base + tokens)
         cursor.carried = _Run(base, tokens, opening, closing, None)
 
     def begin_block(self, cursor: Cursor, item: MediaItem) -> float:
-        base, tokens, _, closing, _ = cursor.carried
+        base, tokens, opening, closing, _ = cursor.carried
+        cursor.carried = _Run(base, tokens, opening, closing, None)  # no generated token is the last any more
         opened = 2 if _has_both(item) else 1  # the tokens that open it are a run of their own
         if tokens < opened or closing:
             return _single(base + tokens)

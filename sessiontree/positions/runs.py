@@ -385,17 +385,16 @@ def _write_grid(first: int, stop: int, height: int, width: int, times: Any, base
     """Tokens ``[first, stop)`` of frames that stand at ``times``, or all at one."""
     size = height * width
     number = _number(base)
-    rows, columns = (counted(count).astype(number) + number(base) for count in (height, width))
     if (stop - first) % size == 0 == first:  # whole frames
         frames = out.reshape(3, -1, height, width)
         frames[0] = times[:, None, None] if isinstance(times, np.ndarray) else times
-        frames[1] = rows[:, None]
-        frames[2] = columns
+        frames[1] = counted(height).astype(number)[:, None] + number(base)
+        frames[2] = counted(width).astype(number) + number(base)
         return
     frame, place = np.divmod(np.arange(first, stop), size)
     row, column = np.divmod(place, width)
     out[0] = times[frame] if isinstance(times, np.ndarray) else times
-    out[1], out[2] = rows[row], columns[column]
+    out[1], out[2] = row.astype(number) + number(base), column.astype(number) + number(base)
 
 
 def counted(count: int) -> NDArray[np.int64]:

@@ -7,6 +7,7 @@ aborting it, or dropping the last reference, leaves no trace.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -27,7 +28,7 @@ from sessiontree.errors import (
 )
 from sessiontree.frozen import checked_text, freeze_metadata, handed_out
 from sessiontree.media import MediaItem
-from sessiontree.node import MediaSpan, Node, Origin, positions_array, positions_in, write_positions
+from sessiontree.node import MediaSpan, Node, Origin, open_item, positions_array, positions_in, write_positions
 from sessiontree.positions import Mode, PositionScheme, PositionState
 from sessiontree.positions.runs import Piece, write
 from sessiontree.tokens import (
@@ -62,6 +63,7 @@ class Draft:
     __slots__ = (
         "__weakref__",
         "_commit",
+        "_first",
         "_how_closed",
         "_key",
         "_max_tokens",
@@ -91,7 +93,7 @@ class Draft:
         """``max_tokens``: limit of the path's length. ``commit``: attaches a planned turn and returns its node."""
         state = parent.position_state()
         if state.open_block is not None:
-            item, start, stop = parent.media_spans()[-1]
+            item, start, stop = open_item(parent, state.open_block)
             raise MediaSpanError(
                 f"{parent!r} ends inside {item}, tokens [{start}, {stop}) so far; nothing can be generated there",
                 item=item,
@@ -109,7 +111,8 @@ class Draft:
         self._how_closed: str | None = None
         # Its tokens have positions in both modes; as replayed they can stand further on than as decoded.
         first = max(state.max_position + 1, parent.position_state("as_replayed").next_position)
-        self._room = int(self.scheme.max_position_limit - first)
+        self._first = first
+        self._room = math.ceil(self.scheme.max_position_limit - first)
         if max_tokens is not None:
             self._room = min(self._room, max_tokens - parent.stop)
         self._planned = self.scheme.decode_room(state)
@@ -147,7 +150,7 @@ class Draft:
                     limit=self._planned,
                 )
             limit = self.scheme.max_position_limit
-            position = limit - self._room + len(self._tokens) + count - 1
+            position = self._first + len(self._tokens) + count - 1
             raise PositionLimitExceeded(
                 f"{self!r}: position {position} is not below {self.scheme.name}'s max_position_limit of {limit}",
                 value=position,

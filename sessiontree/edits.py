@@ -169,6 +169,14 @@ def plan_rewrite(node: Node, edits: Iterable[Edit | Sequence[Any]]) -> Plan:
         links = (Link("derived_from", source.id, shared),)
         made.append(Pending(turn, Details(source._details.metadata, source.finish_reason, source.tail_policy, links)))
         replaces = not remains
+    left = (made[-1].turn if made else parent).state.open_block
+    if left is not None and node.state.open_block is None:
+        _, identity, *_ = left.content
+        raise MediaSpanError(
+            f"the edits leave {left.placeholders} placeholders of an item, {identity[:4].hex()}, that nothing completes",
+            item=identity,
+            span=None,
+        )
     return Plan(parent, tuple(made))
 
 

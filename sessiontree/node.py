@@ -24,6 +24,7 @@ from sessiontree.features import FeatureStore
 from sessiontree.frozen import Sealed, checked_text, frozen_empty, handed_out, no_subclasses, seal
 from sessiontree.media import MediaItem
 from sessiontree.positions import MODES, Mode, PositionScheme, PositionState
+from sessiontree.positions.base import OpenBlock
 from sessiontree.positions.runs import Piece, Runs, write
 from sessiontree.spans import Placeholders, common_placeholders, join_placeholders
 from sessiontree.tokens import INT32, Extent, Position, in_range, window
@@ -501,8 +502,8 @@ def positions_array(scheme: PositionScheme, count: int, out: Any) -> tuple[NDArr
     shape = scheme.num_axes, count
     if out is None:
         return frozen_empty(shape, scheme.dtype)
-    if not isinstance(out, np.ndarray):
-        raise TypeError(f"out is an array, not {type(out).__name__}")
+    if type(out) not in (np.ndarray, np.memmap):
+        raise TypeError(f"out is a plain array, not {type(out).__name__}")
     if out.shape != shape or out.dtype != scheme.dtype or not out.flags.writeable:
         kind = "writable" if out.flags.writeable else "read-only"
         raise PositionError(
@@ -552,6 +553,18 @@ def clipped_spans(node: Node, start: int, stop: int) -> list[tuple[MediaItem, in
         at = _parent(at)._with_media
     found.reverse()
     return found
+
+
+def open_item(node: Node, block: OpenBlock) -> tuple[MediaItem, int, int]:
+    """(item, start, stop) of the last part of an item that a path holds only so far; the walk ends there."""
+    at = node._with_media
+    while at is not None:
+        for item in at.media:
+            if item.unfinished and item.content() == block.content:
+                offset, length = item.spans[-1]
+                return item, at.start + offset, at.start + offset + length
+        at = _parent(at)._with_media
+    raise LookupError(block)
 
 
 def placed_media(node: Node, start: int, stop: int) -> list[Placeholders]:

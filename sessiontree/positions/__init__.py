@@ -101,4 +101,7 @@ def scheme(name: str, *, config: Any = None, engine: str | None = None, **params
     why = _REFUSED.get(name, _REFUSED.get(family))
     if why is not None and rule in RULES:
         raise Unsupported(f"no positions for {name}: {why}", scheme=name)
+    if name in _NAMES:
+        ways = " or ".join(each for each in _SCHEMES if each.startswith(f"{name}@"))
+        raise UnknownScheme(f"no position scheme {name!r}: a rule belongs to it, {ways}", name=name, known=known_schemes())
     raise UnknownScheme(f"no position scheme {name!r}; known are {', '.join(known_schemes())}", name=name, known=known_schemes())

@@ -6,13 +6,15 @@ Rule read from the released source of transformers 5.24 (hf5).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from sessiontree.errors import PositionError, Unsupported
 from sessiontree.media import MediaItem
 from sessiontree.positions.base import Cursor, PositionState
 from sessiontree.positions.grid import Qwen2VL
 from sessiontree.positions.runs import AbsoluteRun, TextRun, parts
+
+_MOST_AXES: Final = 16
 
 
 class HunYuanVL(Qwen2VL):
@@ -26,6 +28,7 @@ class HunYuanVL(Qwen2VL):
 
     family: ClassVar[str] = "hunyuan_vl"
     rules: ClassVar[tuple[str, ...]] = ("hf5",)
+    carries: ClassVar[tuple[int, ...]] = (1,)
     defaults: ClassVar[Mapping[str, Any]] = {
         "spatial_merge_size": 2,
         "num_axes": 4,
@@ -37,8 +40,10 @@ class HunYuanVL(Qwen2VL):
 
     def __new__(cls, rule: str, params: Mapping[str, Any]) -> HunYuanVL:
         self: HunYuanVL = super().__new__(cls, rule, params)  # type: ignore[assignment]
-        if self.num_axes < 3:
-            raise PositionError(f"{self.family} has 3 axes or more, not {self.num_axes}", parameter="num_axes", limit=3)
+        if not 3 <= self.num_axes <= _MOST_AXES:
+            raise PositionError(
+                f"{self.family} has 3 to {_MOST_AXES} axes, not {self.num_axes}", parameter="num_axes", limit=_MOST_AXES
+            )
         return self
 
     @property

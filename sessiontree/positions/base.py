@@ -157,6 +157,7 @@ class PositionScheme(Sealed):
     dtype: ClassVar[np.dtype[Any]] = np.dtype(np.int64)
     defaults: ClassVar[Mapping[str, Any]] = {}  # the parameters a family knows; None: not set
     per_frame: ClassVar[bool] = False  # whether each frame of a video is a block, with a span of its own
+    carries: ClassVar[tuple[int, ...]] = (0,)  # how many numbers a state carries
     floats: ClassVar[bool] = False  # whether positions are computed in float32, whatever they are given out as
 
     __slots__ = ("_params", "max_position_limit", "name", "rule")
@@ -222,15 +223,24 @@ class PositionScheme(Sealed):
 
         Spans of ``media`` are relative to ``token_ids``. Raises MediaSpanError, PositionError, PositionLimitExceeded, Unsupported.
         """
+        self.check_state(state)
         data = token_bytes(token_ids)
         runs, after = self.plan(state, data, media)
         return self.written(runs, len(data) // TOKEN_BYTES), after
 
     def decode(self, state: PositionState, token_ids: TokenIds) -> tuple[NDArray[Any], PositionState]:
         """Positions of generated tokens as they were decoded: index + delta on every axis; and the state after them."""
+        self.check_state(state)
         count = len(token_bytes(token_ids)) // TOKEN_BYTES
         runs, after = self.plan_decode(state, count)
         return self.written(runs, count), after
+
+    def check_state(self, state: PositionState) -> None:
+        """Whether a state can be this scheme's. Raises TypeError, PositionError."""
+        if type(state) is not PositionState:
+            raise TypeError(f"a state is a PositionState, not {type(state).__name__}")
+        if isinstance(state.next_position, float) != self.floats or len(state.carried) not in self.carries:
+            raise PositionError(f"{state} is no state of {self.name}", value=state)
 
     def decode_positions(self, state: PositionState, target_grids: Sequence[Sequence[int]] = ()) -> NDArray[Any]:
         """The plan of positions an image-generating family decodes by."""
@@ -318,7 +328,10 @@ class PositionScheme(Sealed):
         least, greatest = table.min(), table.max()
         if not (least >= 0 and np.isfinite(greatest)):
             raise PositionError(f"an external table holds the position {least if greatest >= 0 else greatest}", value=least)
-        self._check_limit(greatest)
+        self._check_limit(float(greatest))
+        for position in (after, top):
+            if position is not None:
+                self._check_limit(position - 1)
         table = table.astype(np.float32 if self.floats else np.int64) + 0  # -0.0 is 0.0
         last = table.max().item()
         top = last if top is None else self._number(top)
@@ -472,7 +485,8 @@ class PositionScheme(Sealed):
                 part.base, part.placeholders = base, placeholders
                 return part
         if cursor.open_blocks:
-            _check_continues(cursor.open_blocks[-1], item)
+            of_same = (block for block in cursor.open_blocks if block.content[1] == item.identity)
+            _check_continues(next(of_same, cursor.open_blocks[-1]), item)
         raise MediaSpanError(
             f"{item}: span [{span[0]}, {span[1]}) says that {item.placeholders_before} placeholders stand before it; "
             "the path holds no such part",
@@ -540,7 +554,10 @@ def _checked(key: str, value: Any) -> int | float | str | None:
     if isinstance(value, float) and key in ("tokens_per_second", "position_id_per_seconds") and not value.is_integer():
         number = float(value)
     else:
-        number = as_index(int(value) if isinstance(value, float) and value.is_integer() else value, key)
+        try:
+            number = as_index(int(value) if isinstance(value, float) and value.is_integer() else value, key)
+        except TypeError as error:
+            raise TypeError(f"parameter {key} is a number, not {type(value).__name__}") from error
     if not (number >= 0 if key.endswith("_id") else 0 < number < 2**53):
         raise PositionError(
             f"parameter {key} is {number if isinstance(number, float) else shown(number)}", parameter=key, value=number

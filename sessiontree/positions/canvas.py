@@ -56,6 +56,7 @@ class MiniCPMV47(PositionScheme):
 
     family: ClassVar[str] = "minicpmv4_7"
     rules: ClassVar[tuple[str, ...]] = ("hf5", "vllm")
+    carries: ClassVar[tuple[int, ...]] = (0, 3)
     defaults: ClassVar[Mapping[str, Any]] = {
         "downsample_mode": "16x",
         "image_token_id": None,
@@ -163,6 +164,8 @@ class MiniCPMV47(PositionScheme):
                         span=span,
                     )
                 current, sizes = item, self.crops(item)
+                for name in _MARKERS:
+                    self._parameter(name, item, "pictures")
                 if len(sizes) != len(item.spans):
                     raise MediaSpanError(
                         f"{item} has {len(sizes)} target sizes and {len(item.spans)} spans, one is due for each crop",
@@ -185,7 +188,7 @@ class MiniCPMV47(PositionScheme):
                     limit=height * width,
                 )
             crop = _Crop(start, height, width)
-            if not first and ids[start - 1] == self._parameter("slice_start_id", item, "items of several crops"):
+            if not first and ids[start - 1] == self._params["slice_start_id"]:
                 pictures[-1].append(crop)
             else:
                 pictures.append([crop])

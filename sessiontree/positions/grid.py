@@ -211,6 +211,7 @@ class GlmImage(Qwen2VL):
 
     family: ClassVar[str] = "glm_image"
     rules: ClassVar[tuple[str, ...]] = ("hf5", "sglang")
+    carries: ClassVar[tuple[int, ...]] = (0, 1)
     defaults: ClassVar[Mapping[str, Any]] = {"image_token_id": None, "image_start_token_id": None, "image_end_token_id": None}
 
     def merged_grid(self, item: MediaItem) -> tuple[int, int, int]:
@@ -236,9 +237,9 @@ class GlmImage(Qwen2VL):
         at = int(state.next_position)
         tables = []
         for grid in reversed(target_grids):
-            _, height, width = (1, *grid)[-3:] if len(grid) in (2, 3) else (0, 0, 0)
-            height, width = as_index(height, "rows of a target grid"), as_index(width, "columns of a target grid")
-            if height < 1 or width < 1:
+            sides = (1, *grid)[-3:] if len(grid) in (2, 3) else (0, 0, 0)
+            frames, height, width = (as_index(side, "a side of a target grid") for side in sides)
+            if frames != 1 or height < 1 or width < 1:
                 raise OutOfRange(f"target grid {tuple(grid)} is no (t, h, w) or (h, w)", value=tuple(grid))
             self._check_limit(at + max(height, width))
             if math.prod((height, width)) > self.max_position_limit:
@@ -271,4 +272,5 @@ class GlmImage(Qwen2VL):
                 scheme=self.name,
                 limit=self.decode_room(state),
             )
-        return super().plan_decode(state, count)
+        runs, after = super().plan_decode(state._replace(max_position=state.next_position - 1), count)
+        return runs, after._replace(max_position=max(after.max_position, state.max_position))

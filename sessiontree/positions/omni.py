@@ -38,6 +38,8 @@ class _Omni(Qwen2VL):
 
     __slots__ = ()
 
+    pairs: ClassVar[bool] = True  # whether the tokens that open audio in video stand otherwise than text
+
     def audio_tokens(self, length: int) -> int:
         """Tokens of ``length`` audio features."""
         raise NotImplementedError
@@ -60,6 +62,9 @@ class _Omni(Qwen2VL):
 
     def num_placeholders(self, item: MediaItem) -> int:
         frames, height, width = self.merged_grid(item)
+        if _has_both(item) and self.pairs:
+            for name in ("vision_start_token_id", "audio_start_token_id"):
+                self._parameter(name, item, "audio in videos")
         return frames * height * width + (self._audio(item) if _has_both(item) else 0)
 
     def frame_seconds(self, item: MediaItem, first: int, stop: int) -> NDArray[Any]:
@@ -77,32 +82,46 @@ class _Omni(Qwen2VL):
         whole: list[int] = self.frame_seconds(item, first, stop).astype(np.int64).tolist()
         return whole
 
-    def mixed(self, item: MediaItem, base: Any, stop: int) -> list[Any]:
-        """Runs of the first ``stop`` tokens, at least, of audio in video that goes token by token.
+    def mixed(self, item: MediaItem, base: Any, first: int, stop: int) -> list[Any]:
+        """Runs of placeholders ``[first, stop)`` of audio in video that goes token by token.
 
         A frame comes before the audio tokens that are not earlier than it.
         """
+        video, audio, before, size = self._streams(item, base, stop)
+        starts = np.arange(len(before)) * size + before  # where in the block each frame begins
+        frame, beyond = max(int(np.searchsorted(starts, first, "right")) - 1, 0), int(np.searchsorted(starts, stop))
+        begin = int(starts[frame - 1]) + size if frame else 0
+        heard = begin - frame * size
+        runs: list[Any] = []
+        ahead = before[:beyond].tolist()
+        while frame < beyond:
+            if ahead[frame] > heard:
+                runs.append(audio.part(heard, ahead[frame]))
+                heard = ahead[frame]
+            later = bisect_right(ahead, heard, frame)
+            runs.append(video.part(frame * size, later * size))
+            frame = later
+        if heard < audio.length:
+            runs.append(audio.part(heard, audio.length))
+        return parts(runs, first - begin, stop - begin)
+
+    def last_piece(self, item: MediaItem, base: Any) -> Any:
+        """What is left of audio in video when it has no more frames, or no more audio: a run."""
+        video, audio, before, size = self._streams(item, base, self.num_placeholders(item))
+        if before[-1] < audio.length:
+            return audio.part(int(before[-1]), audio.length)
+        return video.part(int(np.searchsorted(before, audio.length)) * size, video.length)
+
+    def _streams(self, item: MediaItem, base: Any, stop: int) -> tuple[FrameRun, Any, NDArray[np.int64], int]:
+        """The frames and the audio of the first ``stop`` placeholders, how much audio comes before each frame, a frame's size."""
         frames, height, width = self.merged_grid(item)
         size = height * width
-        frames = min(frames, -(-stop // size))
-        video = self._frames(item, base, 0, frames, height, width)
+        video = self._frames(item, base, 0, min(frames, -(-stop // size)), height, width)
         audio = self._heard(min(self._audio(item), stop), base)
         times = video.frame_times()
         starts = np.empty((1, audio.length), times.dtype)
         write([Piece(0, packed([audio]), 0, audio.length)], starts)
-        before = np.searchsorted(starts[0], times + times.dtype.type(base)).tolist()  # audio tokens before each frame
-        runs: list[Any] = []
-        frame = heard = 0
-        while frame < frames:
-            if before[frame] > heard:
-                runs.append(audio.part(heard, before[frame]))
-                heard = before[frame]
-            beyond = bisect_right(before, heard, frame)
-            runs.append(video.part(frame * size, beyond * size))
-            frame = beyond
-        if heard < audio.length:
-            runs.append(audio.part(heard, audio.length))
-        return runs
+        return video, audio, np.searchsorted(starts[0], times + times.dtype.type(base)), size
 
     def _ends_with(self, data: bytes, opening: int, item: MediaItem | None) -> tuple[bool, int]:
         """Whether text ends with the pair that opens audio in video, as far as that is known, and whether with a vision_start.
@@ -151,6 +170,7 @@ class Qwen25Omni(_Omni):
     __slots__ = ()
 
     family: ClassVar[str] = "qwen2_5_omni"
+    carries: ClassVar[tuple[int, ...]] = (2,)
     rules: ClassVar[tuple[str, ...]] = ("hf5", "vllm")
     defaults: ClassVar[Mapping[str, Any]] = {**_OMNI_DEFAULTS, "seconds_per_chunk": 2}
 
@@ -262,6 +282,7 @@ class Qwen3OmniWhole(_Omni):
 
     family: ClassVar[str] = "qwen3_omni"
     rules: ClassVar[tuple[str, ...]] = ("vllm",)
+    pairs: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {**_OMNI_DEFAULTS, "n_window": 50}  # 50: of every released checkpoint
 
     def audio_tokens(self, length: int) -> int:
@@ -273,7 +294,7 @@ class Qwen3OmniWhole(_Omni):
         if item.modality == "audio":
             return (self._heard(stop, base).part(first, stop),)
         if _has_both(item):
-            return parts(self.mixed(item, base, stop), first, stop)
+            return self.mixed(item, base, first, stop)
         return super().block_runs(cursor, item, base, first, stop)
 
     def end_block(self, cursor: Cursor, item: MediaItem, base: Any) -> None:
@@ -305,6 +326,8 @@ class Qwen3Omni(Qwen3OmniWhole):
     __slots__ = ()
 
     rules: ClassVar[tuple[str, ...]] = ("hf5",)
+    carries: ClassVar[tuple[int, ...]] = (5,)
+    pairs: ClassVar[bool] = True
     dtype: ClassVar[np.dtype[Any]] = np.dtype(np.float32)
     floats: ClassVar[bool] = True
 
@@ -376,8 +399,11 @@ class Qwen3Omni(Qwen3OmniWhole):
         return (self._frames(item, base, frame, -(-stop // (height * width)), height, width).part(first - skip, stop - skip),)
 
     def end_block(self, cursor: Cursor, item: MediaItem, base: Any) -> None:
-        runs = self.block_runs(cursor, item, base, 0, self.num_placeholders(item))
-        after = _single(runs[-1].greatest() + 1)
+        if _has_both(item):
+            last = self.last_piece(item, base)
+        else:
+            (last,) = self.block_runs(cursor, item, base, 0, self.num_placeholders(item))
+        after = _single(last.greatest() + 1)
         cursor.next_position = after
         cursor.carried = _Run(after, 0, 0, 2 if _has_both(item) else 1, None)
 

@@ -1107,7 +1107,7 @@ def test_c28_positions_are_numbers(wrong: Any) -> None:
 def test_c28_positions_are_whole_where_the_scheme_has_no_others(wrong: Any) -> None:
     session = new_session()
     for external in (ExternalPositions(PRUNED, next_position=wrong), ExternalPositions(PRUNED, max_position=wrong)):
-        refuses(TypeError, session, lambda external=external: session.append(session.root, range(5), positions=external))  # type: ignore[misc]
+        refuses(TypeError, session, lambda external=external: session.append(session.root, range(5), positions=external))
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])

@@ -7,6 +7,7 @@ sessiontree), and the two must agree: the reply's ids are identical, no logit di
 equal, and no earlier node has changed. If anything fails, the process exits with 1.
 
     python examples/quickstart.py
+    python examples/quickstart.py --store PATH    # on disk: killed half-way and started again, it goes on where it was
 """
 
 import argparse
@@ -118,6 +119,23 @@ class Engine:
         }
         self.run(request, inputs)
 
+    def restore(self, answer: Node) -> tuple[list[torch.Tensor], int]:
+        """Prefill the path of a reply that an earlier process made: the rows its tokens were picked from, and what was fed.
+
+        At the positions it was decoded with, so the cache is what that process had. The last token stays to be fed.
+        """
+        kv = self.empty_cache()
+        with self.watch.timing("bridge"):
+            inputs = to_transformers(answer)
+        inputs = {name: value[..., :-1] for name, value in inputs.items()}
+        items = [item for item, _, _ in answer.media_spans()]
+        inputs["pixel_values"] = torch.cat([self.pictures[item.identity].pixel_values for item in items])
+        inputs["image_grid_thw"] = torch.cat([self.pictures[item.identity].grid_thw for item in items])
+        with self.watch.timing("model"), torch.inference_mode():
+            output = self.model(**inputs, cache=kv, use_cache=True, logits_to_keep=len(answer))
+        self.kv[answer] = kv
+        return list(output.logits[0]), answer.stop - 1
+
     def run(self, request: Request, inputs: dict[str, torch.Tensor]) -> None:
         with self.watch.timing("model"), torch.inference_mode():
             output = self.model(**inputs, cache=request.kv, use_cache=True, logits_to_keep=1)
@@ -157,7 +175,7 @@ def reply_preempted(engine: Engine, request: Request) -> None:
 
 # --- the experiment ---------------------------------------------------------------------------------------------------
 class Experiment:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, store: SessionStore) -> None:
         self.watch = Stopwatch()
         self.model = tiny_model(seed)
         self.engine = Engine(self.model, self.watch)
@@ -170,7 +188,9 @@ class Experiment:
             spatial_merge_size=MERGE,
             tokens_per_second=self.model.config.vision_config.tokens_per_second,
         )
-        self.session = SessionStore.in_memory().create("quickstart", scheme=rule)
+        known = "quickstart" in store.sessions()
+        self.session = store.get("quickstart") if known else store.create("quickstart", scheme=rule)
+        self.found = 0  # replies that were in the store
         self.comparisons: list[Comparison] = []
         self.checks: dict[str, bool] = {}
         # The judge's own record of what was said on the way to a node. Nothing in it is read from the session.
@@ -207,13 +227,22 @@ class Experiment:
 
         question = self.append(parent, turn, "user")
         with self.watch.timing("session"):
-            draft = self.session.draft(question)
-        request = self.engine.start(draft)
-        reply(self.engine, request)
+            found = [child for child in self.session.children(question) if child.key == step]
+        if found:
+            (answer,) = found
+            logits, fed = self.engine.restore(answer)
+            self.found += 1
+        else:
+            with self.watch.timing("session"):
+                draft = self.session.draft(question, key=step)
+            request = self.engine.start(draft)
+            reply(self.engine, request)
+            with self.watch.timing("session"):
+                answer = draft.commit("length")
+            self.engine.kv[answer] = request.kv
+            logits, fed = request.logits, request.fed
         with self.watch.timing("session"):
-            answer = draft.commit("length")
             self.session.set_head(head, answer)
-        self.engine.kv[answer] = request.kv
 
         conversation = [*self.said[parent.id], turn]
         judge = replay(self.model, conversation, REPLY)
@@ -221,10 +250,10 @@ class Experiment:
         self.comparisons.append(
             Comparison(
                 step=step,
-                fed=request.fed,
+                fed=fed,
                 total=answer.stop,
                 same_ids=tuple(answer.token_ids.tolist()) == judge.reply,
-                logit_difference=float((torch.stack(request.logits) - judge.logits).abs().max()),
+                logit_difference=float((torch.stack(logits) - judge.logits).abs().max()),
                 same_positions=np.array_equal(answer.positions(), judge.positions.numpy()),
                 earlier_nodes=len(before),
                 unchanged=fingerprints(earlier) == before and before.items() <= fingerprints(self.session.tree).items(),
@@ -239,13 +268,14 @@ class Experiment:
         """Start a turn and give up in the middle of its reply. Nothing may stay behind but the question itself."""
         question = self.append(parent, turn, "user")
         tree, heads, before = self.session.tree, dict(self.session.heads), fingerprints(self.session.tree)
+        children = self.session.children(question)
         draft = self.session.draft(question)
         reply_streamed(self.engine, self.engine.start(draft), HALF)
         draft.abort()
         self.checks["the aborted reply left no trace in the tree"] = (
             len(self.session.tree) == len(tree)
             and fingerprints(self.session.tree) == before
-            and self.session.children(question) == ()
+            and self.session.children(question) == children
         )
         self.checks["and no trace in the heads"] = dict(self.session.heads) == heads
 
@@ -273,10 +303,10 @@ def fingerprints(tree: SessionTree) -> dict[bytes, bytes]:
     return found
 
 
-def run(seed: int) -> Experiment:
+def run(seed: int, store: SessionStore) -> Experiment:
     red, blue = picture("red", plain("crimson")), picture("blue", plain("royalblue"))
     photo = picture("photo", landscape())
-    lab = Experiment(seed)
+    lab = Experiment(seed, store)
     start = lab.begin(system_turn("You are a careful observer."))
 
     # 1. A picture and a question.
@@ -317,19 +347,26 @@ def run(seed: int) -> Experiment:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="A conversation with pictures, every answer checked.")
     parser.add_argument("--seed", type=int, default=3, help="seed of the model's weights")
+    parser.add_argument("--store", metavar="PATH", help="keep the session there, and go on with one that is there already")
     options = parser.parse_args(argv)
 
     torch.set_num_threads(1)  # more would only wait for each other on so small a model
     began = time.perf_counter()
-    lab = run(options.seed)
-    took = time.perf_counter() - began
+    store = SessionStore.open(options.store, durability="commit") if options.store else SessionStore.in_memory()
+    with store:
+        return report(run(options.seed, store), time.perf_counter() - began)
 
+
+def report(lab: Experiment, took: float) -> int:
+    """Print what was done and whether it agrees: the exit code."""
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(draw_tree(lab.session, lab.engine.pictures))
     console.print()
     console.print(draw_table(lab.comparisons))
     for claim, holds in lab.checks.items():
         console.print(verdict(holds, f"yes: {claim}", f"NO: {claim}"))
+    if lab.found:
+        console.print(f"{lab.found} of {len(lab.comparisons)} replies were in the store.")
     largest = max(comparison.logit_difference for comparison in lab.comparisons)
     console.print(f"Largest difference of a logit: {largest:.1e} (allowed: below {TOLERANCE}). It took {took:.1f} s.")
     passed = all(comparison.passed for comparison in lab.comparisons) and all(lab.checks.values())

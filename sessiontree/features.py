@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
 from sessiontree.tokens import as_index, shown
 
-__all__ = ["FeatureStore", "Features"]
+__all__ = ["FeatureArray", "FeatureStore", "Features"]
 
 DEFAULT_BUDGET: Final = 256 * 2**20
 #: Counted for each array beside its values: its item, the objects that keep it and what finds them, measured for one of an item.
@@ -34,7 +34,7 @@ OVERHEAD_BYTES: Final = 1536
 _NO_NUMPY_DTYPE: Final = ("bfloat16", "float8", "float4")  # PyTorch's; such values are kept as the unsigned ints of their bits
 
 
-class _Array(NamedTuple):
+class FeatureArray(NamedTuple):
     """One array: what its dtype is called, the NumPy dtype that it is read as, and its values in C order."""
 
     name: str
@@ -59,7 +59,7 @@ class Features(Sealed):
     item: MediaItem
     content: tuple[Any, ...]
     nbytes: int
-    _arrays: Mapping[str, _Array]
+    _arrays: Mapping[str, FeatureArray]
     _newer: list[Features | None]  # what replaced it, which lives as long: what is counted for that covers this one's arrays
 
     __init_subclass__ = no_subclasses
@@ -101,7 +101,7 @@ class Features(Sealed):
 _SET = seal(Features)
 
 
-def _made(item: MediaItem, content: tuple[Any, ...], arrays: dict[str, _Array]) -> Features:
+def _made(item: MediaItem, content: tuple[Any, ...], arrays: dict[str, FeatureArray]) -> Features:
     self = object.__new__(Features)
     _SET["item"](self, item)
     _SET["content"](self, content)
@@ -116,10 +116,10 @@ class _Exposed(Sealed):
 
     __slots__ = ("_array", "_features")
 
-    _array: _Array
+    _array: FeatureArray
     _features: Features
 
-    def __new__(cls, features: Features, array: _Array) -> _Exposed:
+    def __new__(cls, features: Features, array: FeatureArray) -> _Exposed:
         self = object.__new__(cls)
         _SET_EXPOSED["_features"](self, features)
         _SET_EXPOSED["_array"](self, array)
@@ -151,7 +151,7 @@ def _readable(value: Any, what: str) -> tuple[str, NDArray[Any]]:
     return sys.intern(array.dtype.name), array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
-def _copied(item: MediaItem, features: Any, limit: int) -> dict[str, _Array]:
+def _copied(item: MediaItem, features: Any, limit: int) -> dict[str, FeatureArray]:
     """Arrays of one's own, by name. Nothing is copied of what can never be kept."""
     given = dict(features.items()) if isinstance(features, Mapping) else {"features": features}
     if not given:
@@ -165,7 +165,7 @@ def _copied(item: MediaItem, features: Any, limit: int) -> dict[str, _Array]:
         raise LimitExceeded(f"{item}: features of {size} bytes; the budget is {limit}", value=size, limit=limit)
     # One byte more for a single one, as in frozen_array: Python has one object for each, and this is to be nobody else's.
     return {
-        name: _Array(dtype, array.dtype, array.shape, array.tobytes() + b"\0" * (array.nbytes == 1))
+        name: FeatureArray(dtype, array.dtype, array.shape, array.tobytes() + b"\0" * (array.nbytes == 1))
         for name, (dtype, array) in found.items()
     }
 
@@ -193,20 +193,48 @@ def _content(item: Any) -> tuple[Any, ...]:
     return item.content()
 
 
+class FeatureFiles(Protocol):
+    """Where features lie that do not fit the budget, by content."""
+
+    def put(self, content: tuple[Any, ...], arrays: Mapping[str, FeatureArray]) -> None:
+        """Keep arrays beside those that are there. Raises KeyTaken for other values under a name that is."""
+
+    def get(self, content: tuple[Any, ...]) -> dict[str, FeatureArray] | None: ...
+
+    def drop(self, content: tuple[Any, ...]) -> None: ...
+
+    def __contains__(self, content: tuple[Any, ...]) -> bool: ...
+
+
 class FeatureStore:
     """Features by content, at most ``budget_bytes`` of them. Safe to use from many threads and after a fork.
+
+    With ``files``, what is put is written there too, and what is not held is read from there; damage there raises CorruptTree.
 
     What was dropped, cleared or evicted and is still held by somebody stays counted, and is found and kept again. Being used is
     ``put``, ``get`` and ``need``; ``in`` and ``len`` are not.
     """
 
-    __slots__ = ("__weakref__", "_budget_bytes", "_closed", "_dead", "_died", "_entries", "_held", "_kept", "_lock", "_puts")
+    __slots__ = (
+        "__weakref__",
+        "_budget_bytes",
+        "_closed",
+        "_dead",
+        "_died",
+        "_entries",
+        "_held",
+        "_kept",
+        "_lock",
+        "_puts",
+        "files",
+    )
 
-    def __init__(self, budget_bytes: int = DEFAULT_BUDGET) -> None:
+    def __init__(self, budget_bytes: int = DEFAULT_BUDGET, files: FeatureFiles | None = None) -> None:
         budget = as_index(budget_bytes, "budget_bytes")
         if budget < 0:
             raise OutOfRange(f"budget_bytes is {shown(budget)}, below 0", value=budget, limit=0)
         self._budget_bytes = budget
+        self.files = files
         self._lock = new_lock()
         self._closed = False
         self._kept: OrderedDict[tuple[Any, ...], Features] = OrderedDict()  # the longest unused first
@@ -238,11 +266,21 @@ class FeatureStore:
         """
         content = _content(item)
         try:
-            return self._put(item, content, _copied(item, features, self._budget_bytes))
+            arrays = _copied(item, features, self._budget_bytes)
+            if self.files is None:
+                return self._put(item, content, arrays)
+            was_there = content in self.files
+            self.files.put(content, arrays)
+            try:
+                return self._put(item, content, arrays)
+            except BaseException:
+                if not was_there:
+                    self.files.drop(content)
+                raise
         except SessionTreeError as error:
             raise error.with_traceback(None) from None  # whoever keeps the error is to hold no features by its frames
 
-    def _put(self, item: MediaItem, content: tuple[Any, ...], arrays: dict[str, _Array]) -> Features:
+    def _put(self, item: MediaItem, content: tuple[Any, ...], arrays: dict[str, FeatureArray]) -> Features:
         evicted: list[Features] = []
         spared: set[tuple[Any, ...]] = set()
         while True:
@@ -282,7 +320,15 @@ class FeatureStore:
         """What is held for ``item``, now used; None without any."""
         content = _content(item)
         with self._lock:
-            return self._used(content)
+            found = self._used(content)
+        return self._fetched(item, content) if found is None else found
+
+    def _fetched(self, item: MediaItem, content: tuple[Any, ...]) -> Features | None:
+        """What lies in files, now held."""
+        if self.files is None or self._closed:
+            return None
+        arrays = self.files.get(content)
+        return None if arrays is None else self._put(item, content, arrays)
 
     def need(self, items: Iterable[MediaItem]) -> tuple[Features, ...]:
         """What is held for each of ``items``, in their order, now used.
@@ -296,6 +342,13 @@ class FeatureStore:
         for (content, item), features in zip(wanted, found, strict=True):
             if features is None:
                 missing.setdefault(content, item)
+        if missing and self.files is not None:
+            fetched = {content: self._fetched(item, content) for content, item in missing.items()}
+            found = [
+                fetched.get(content) if features is None else features for (content, _), features in zip(wanted, found, strict=True)
+            ]
+            missing = {content: item for content, item in missing.items() if fetched[content] is None}
+            del fetched
         if not missing:
             return tuple(features for features in found if features is not None)
         del found, features  # whoever keeps the error is to hold none
@@ -306,6 +359,8 @@ class FeatureStore:
     def drop(self, item: MediaItem) -> None:
         """Keep the features of ``item`` no longer, if there are any."""
         content = _content(item)
+        if self.files is not None:
+            self.files.drop(content)
         with self._lock:
             dropped = self._kept.pop(content, None)
         del dropped  # without the lock: whatever is told of its end runs then

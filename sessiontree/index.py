@@ -133,6 +133,35 @@ class NodeIndex:
             index, count = source, source.count  # where its path comes from, as long as that is there
         return None
 
+    def find_ordinal(self, node: Node, count: int) -> int | None:
+        """The ordinal of a node that is among the first ``count``."""
+        index: NodeIndex | None = self
+        while index is not None:
+            ordinal = index.by_id.get(node.id)
+            if ordinal is not None and ordinal < count:
+                return ordinal
+            if index.tip is not None:
+                on_path = node.depth <= index.tip.depth and index.tip.ancestor(node.depth).id == node.id
+                return node.depth if on_path else None
+            count = min(count, index.base_count)
+            index = index.base
+        return None
+
+    @property
+    def lowest(self) -> int:
+        """The ordinal of the first node of the lowest layer, behind a forked session's path."""
+        index = self
+        while index.base is not None:
+            index = index.base
+        return index.base_count
+
+    def nodes_from(self, first: int, count: int) -> Iterator[Node]:
+        """Nodes with ordinals ``[first, count)``."""
+        for index, visible in self.layers_upward(count):
+            base = index.base_count
+            if visible > max(first, base):
+                yield from index.nodes[max(first - base, 0) : visible - base]
+
     def find_child(self, parent: Node, child_id: bytes, key: str | None, count: int) -> Node | None:
         """A child of ``parent`` that has this id, or else this key, among the first ``count``."""
         slot = None if key is None else parent.id + key.encode()

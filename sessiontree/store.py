@@ -1,16 +1,22 @@
-"""Sessions and the store that holds them, in memory.
+"""Sessions and the store that holds them, in memory or on disk.
 
 A :class:`Session` is an atom: the current :class:`~sessiontree.tree.SessionTree`. Readers take it without a lock; a writer takes
 the session's lock, makes a new value and swaps it in, so an operation that raises leaves the old value. What a writer checks
 and plans, it does before it takes the lock wherever that can be long or runs a caller's code. Appending to any node
 always works; only heads are contested, and they move by compare-and-set. There is no clock in here (time comes in by
 :meth:`SessionStore.tick`) and no cursor.
+
+On disk, a session tells the store's :class:`~sessiontree.journal.Journal` what it did, in the order it did it, before it lets go of
+its lock; it waits for the disk, if it has to, after that. Where it has to, readers see a change only when it is durable, and one
+that the disk refuses was never there.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, NamedTuple, TypeVar
@@ -20,25 +26,31 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pyrsistent import PMap, pmap
 
+from sessiontree.backends.blobs import FeatureFolder
 from sessiontree.details import NO_DETAILS, Details
 from sessiontree.draft import Draft, checked_finish_reason
 from sessiontree.edits import Content, Edit, Plan, plan_linear, plan_prefix, plan_rewrite, without_bos
 from sessiontree.errors import (
+    IncompatibleStore,
     KeyTaken,
     OutOfRange,
     SessionExists,
+    SessionTreeError,
     StaleSession,
     StoreClosed,
     UnknownAlias,
     UnknownSession,
+    Unsupported,
 )
 from sessiontree.features import DEFAULT_BUDGET as DEFAULT_FEATURE_BYTES
 from sessiontree.features import Features, FeatureStore
 from sessiontree.frozen import checked_text, freeze_metadata
+from sessiontree.journal import Durability, Journal, Overtaken, WriteLost
 from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
 from sessiontree.node import Namespace, Node
 from sessiontree.positions import ExternalPositions, PositionScheme
+from sessiontree.positions import scheme as scheme_named
 from sessiontree.prefixes import PrefixMatch
 from sessiontree.query import Diff, Order, Problem
 from sessiontree.record import Recorded, plan_record, with_key
@@ -68,16 +80,28 @@ class Session:
         "_last_used",
         "_limits",
         "_lock",
+        "_number",
         "_open_drafts",
         "_store",
+        "_told",
         "_tree",
+        "_unsettled",
         "_used",
+        "_waiting",
+        "_written",
     )
 
-    def __init__(self, session_id: str, incarnation: int, tree: SessionTree, store: SessionStore) -> None:
+    def __init__(
+        self, session_id: str, incarnation: int, tree: SessionTree, store: SessionStore, number: int | None = None
+    ) -> None:
         self._id = session_id
         self._incarnation = incarnation
         self._tree = tree
+        self._number = number  # in the store's journal; None: it is in memory alone
+        self._written = tree  # what was written last
+        self._told = [tree]  # how far the journal was told of it
+        self._waiting = 0  # what the journal said to wait for
+        self._unsettled: deque[tuple[int, SessionTree]] = deque()  # what is not known to be durable
         self._limits = tree.limits
         self._store = store
         self._lock = new_lock()
@@ -304,6 +328,8 @@ class Session:
     def _attach(self, parent: Node, turn: Turn, details: Details, reserved: int = 0) -> Node:
         # As _swap, without its calls: this is what every append and commit goes through.
         carry = True
+        if self._number is not None:
+            return self._swap(lambda tree: tree._attach_alone(parent, turn, details, None, reserved, True))
         with self._lock:
             while True:
                 if self._closed:
@@ -323,6 +349,8 @@ class Session:
         what the operation began with, and it is done again on the tree there is: comparing and setting takes no Python call, so
         nothing comes in between.
         """
+        if self._store._journal is not None:
+            return self._swap_durably(self._store._journal, operation)
         with self._lock:
             while True:
                 self._check_open()
@@ -332,6 +360,91 @@ class Session:
                     self._tree = after
                     self._used = True
                     return result
+
+    def _swap_durably(self, journal: Journal, operation: Callable[[SessionTree], tuple[SessionTree, T]]) -> T:
+        """The same on disk: where changes are to be durable before anybody sees them, others may write behind this meanwhile."""
+        if journal.waits and journal.leading:
+            raise Unsupported("a signal handler that comes in while its thread is writing to the disk cannot wait for the disk")
+        with self._lock:
+            while True:
+                self._check_open()
+                self._settle(journal)
+                before = self._written
+                after, result = operation(before)
+                if self._written is not before:
+                    continue
+                self._written = after
+                try:
+                    waiting = self._tell(journal)
+                except WriteLost:
+                    self._reload(journal)
+                    continue
+                except SessionTreeError:  # it was not taken; where anything else is raised, nobody knows, and it is told again
+                    self._written = self._told[0]
+                    raise
+                break
+            if not journal.waits:
+                self._tree = self._written
+                return result
+        try:
+            journal.wait(waiting)
+        finally:
+            with self._lock:
+                self._settle(journal)
+        return result
+
+    def _tell(self, journal: Journal) -> int:
+        """Put all that was written into the journal, in order: the number to wait for.
+
+        What comes in between on this thread may tell of the same: then it has been told. An interrupt may leave it told and not
+        known to be: then it is told again. Records say what they are, so that does no harm.
+        """
+        while True:
+            written, told = self._written, self._told[0]
+            if written._stamp <= told._stamp:
+                return self._waiting
+            assert self._number is not None
+            try:
+                waiting = journal.changed(self._number, told, written, self._waiting, self._told)
+            except Overtaken:
+                continue
+            if journal.waits:
+                self._unsettled.append((waiting, written))
+            if self._told[0]._stamp < written._stamp:
+                self._told[0] = written
+            self._waiting = max(self._waiting, waiting)
+            self._used = True
+
+    def _settle(self, journal: Journal) -> None:
+        """Show what has become durable; take back what was lost, and what was written behind it."""
+        while self._unsettled:
+            first = self._unsettled[0]
+            waiting, written = first
+            durable = journal.is_durable(waiting)
+            if durable is None:
+                return
+            if not durable:
+                if not journal.failed:
+                    self._reload(journal)
+                    return
+                self._unsettled.clear()
+                self._written = self._told[0] = self._tree
+                return
+            if self._tree._stamp < written._stamp:
+                self._tree = written
+            if self._unsettled and self._unsettled[0] is first:  # nothing comes in between looking and taking
+                self._unsettled.popleft()
+
+    def _reload(self, journal: Journal) -> None:
+        """Something was lost: what is there is what the disk has."""
+        assert self._number is not None
+        self._unsettled.clear()
+        self._waiting = 0
+        self._tree = self._written = self._told[0] = journal.tree(self._number)
+
+    def _show(self, journal: Journal) -> None:
+        with self._lock:
+            self._settle(journal)
 
     def truncate(self, node: Node | bytes, length: int) -> Node:
         """The first ``length`` tokens of a node's path. See :meth:`SessionTree.truncate`."""
@@ -396,6 +509,10 @@ class Session:
         """Forget a head; its node stays. Raises UnknownHead."""
         self._swap(lambda tree: (tree.drop_head(name), None))
 
+    def flush(self) -> None:
+        """Wait until everything it has written is on disk. See :meth:`SessionStore.flush`."""
+        self._store.flush()
+
     def close(self) -> None:
         """End this incarnation. Writes through it, and commits of its drafts, raise StaleSession from now on."""
         with self._lock:
@@ -458,7 +575,10 @@ class Usage(NamedTuple):
 
 
 class SessionStore:
-    """Sessions by id, and what they share: features of media, whole paths of forks, aliases. Make one with :meth:`in_memory`."""
+    """Sessions by id, and what they share: features of media, whole paths of forks, aliases.
+
+    Make one with :meth:`in_memory`, or with :meth:`open` for one on disk.
+    """
 
     def __init__(
         self,
@@ -475,9 +595,11 @@ class SessionStore:
         self._closed = False
         self._features = FeatureStore(feature_bytes)
         self._paths = PathCache(path_cache_bytes)
-        self._aliases: dict[tuple[Namespace, str], bytes] = {}
+        self._aliases: dict[tuple[Namespace, str], bytes | None] = {}  # None: dropped
         self._idle_ttl = idle_ttl
         self._now = -math.inf
+        self._journal: Journal | None = None
+        self._opening = new_lock()  # for taking sessions from the disk: one thread makes each
 
     @classmethod
     def in_memory(
@@ -493,6 +615,38 @@ class SessionStore:
         ``idle_ttl``: how long a session may lie idle before :meth:`tick` closes it, in the unit that tick is called with.
         """
         return cls(feature_bytes=feature_bytes, path_cache_bytes=path_cache_bytes, idle_ttl=idle_ttl)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        durability: Durability = "group",
+        read_only: bool = False,
+        strict: bool = True,
+        feature_bytes: int = DEFAULT_FEATURE_BYTES,
+        path_cache_bytes: int = DEFAULT_PATH_CACHE_BYTES,
+        idle_ttl: float | None = None,
+    ) -> SessionStore:
+        """A store in the directory ``path``, made if there is none.
+
+        ``durability``: when a change is on disk. "commit": when the call that made it returns, and nobody sees it before.
+        "group": soon after, many at a time; :meth:`flush` waits for it. "relaxed": at the next flush or close. ``read_only``:
+        beside a process that writes, following it at every :meth:`get` and :meth:`sessions`; nothing is created then.
+        ``strict``: refuse a store that is damaged before its end, instead of serving what is sound of it.
+
+        Sessions are read as they are asked for: opening looks at none of them, and reading a path takes memory for that path. A
+        session that was closed is opened again by :meth:`get`. The rest as for :meth:`in_memory`.
+
+        Raises StoreLocked within a second where another process writes to it, IncompatibleStore for a format or record type of
+        a newer version, CorruptTree for damage.
+        """
+        store = cls(feature_bytes=feature_bytes, path_cache_bytes=path_cache_bytes, idle_ttl=idle_ttl)
+        store._features.files = FeatureFolder(os.path.join(os.fspath(path), "blobs"), read_only=read_only)
+        store._journal = Journal.open(
+            path, store._features, store._paths, durability=durability, read_only=read_only, strict=strict
+        )
+        return store
 
     def create(
         self,
@@ -517,13 +671,21 @@ class SessionStore:
     def fork(self, session: Session, node: Node | bytes, new_session_id: str) -> Session:
         """A session that holds the path of ``node``, shared; its heads are its own. See :meth:`SessionTree.forked`.
 
-        The session may be one of another store; features of the media it shares stay there. Raises UnknownNode, SessionExists.
+        The session may be one of another store; features of the media it shares stay there, and a store on disk takes a copy of the
+        path then. Raises UnknownNode, SessionExists.
         """
         if not isinstance(session, Session):
             raise TypeError(f"a Session is forked, not {type(session).__name__}")
-        return self._open(new_session_id, session._tree.forked(node))
+        tree = session._tree
+        source = tree._resolve(node)
+        tip = None
+        if self._journal is not None and session._store is self and session._number is not None:
+            ordinal = tree._index.find_ordinal(source, tree._count)
+            assert ordinal is not None
+            tip = session._number, ordinal
+        return self._open(new_session_id, tree.forked(source), tip)
 
-    def _open(self, session_id: str, tree: SessionTree) -> Session:
+    def _open(self, session_id: str, tree: SessionTree, tip: tuple[int, int] | None = None) -> Session:
         session_id = checked_text(session_id, "a session id")
         if not 0 < len(session_id) <= MAX_SESSION_ID:
             raise OutOfRange(
@@ -531,6 +693,8 @@ class SessionStore:
                 value=len(session_id),
                 limit=MAX_SESSION_ID,
             )
+        if self._journal is not None:
+            return self._open_durably(self._journal, session_id, tree, tip)
         with self._lock:
             self._check_open()
             if session_id in self._sessions:
@@ -540,21 +704,82 @@ class SessionStore:
             self._sessions[session_id] = session
         return session
 
-    def get(self, session_id: str) -> Session:
-        """The open session of this id. Raises UnknownSession."""
+    def _open_durably(self, journal: Journal, session_id: str, tree: SessionTree, tip: tuple[int, int] | None) -> Session:
+        with self._opening:
+            self._check_open()
+            if session_id in self._sessions or journal.number_of(session_id) is not None:
+                raise SessionExists(f"session {session_id!r} is in the store", session_id=session_id)
+            number, incarnation = journal.create(session_id, tree, tip)
+            session = Session(session_id, incarnation, tree, self, number)
+            with self._lock:
+                self._sessions[session_id] = session
+        return session
+
+    def _found(self, journal: Journal, session_id: str) -> Session | None:
+        """A session that lies in the store, opened again; where the store is only read, as it is now."""
+        with self._opening:
+            self._check_open()
+            session = self._sessions.get(session_id)
+            if session is not None and not journal.follows:
+                return session
+            number = journal.number_of(session_id)
+            if number is None:
+                return None
+            if session is not None and not journal.has_more(number, len(session._tree)):
+                return session
+            tree = journal.tree(number)
+            if session is None:
+                session = Session(session_id, journal.opened(number), tree, self, number)
+            session._tree = session._written = session._told[0] = tree
+            with self._lock:
+                self._sessions[session_id] = session
+        return session
+
+    def get(self, session_id: str, *, scheme: PositionScheme | str | None = None, model_fingerprint: str | None = None) -> Session:
+        """The session of this id: the open one, or from the disk.
+
+        ``scheme``, ``model_fingerprint``: what the session is expected to have been created with; None is not checked. Raises
+        UnknownSession, IncompatibleStore saying what was expected and what was found, CorruptTree.
+        """
         with self._lock:
             self._check_open()
             found = self._sessions.get(session_id)
+        if self._journal is not None and (found is None or self._journal.follows):
+            found = self._found(self._journal, checked_text(session_id, "a session id"))
         if found is None:
             raise UnknownSession(f"no open session {session_id!r}", session_id=session_id)
+        _check_expected(found, scheme, model_fingerprint)
         found._used = True
         return found
 
     def sessions(self) -> tuple[str, ...]:
-        """Ids of the open sessions, in the order they were opened."""
+        """Ids of the open sessions, in the order they were opened; of a store on disk: of all, in the order they were created."""
         with self._lock:
             self._check_open()
-            return tuple(self._sessions)
+            if self._journal is None:
+                return tuple(self._sessions)
+        return self._journal.session_ids()
+
+    def flush(self) -> None:
+        """Wait until everything is on disk that any session has written. In memory it does nothing.
+
+        Raises StoreFailed, naming how much never will be, where the disk refused it; the store takes no more writes then.
+        """
+        self._check_open()
+        if self._journal is not None:
+            self._journal.flush()
+            for session in tuple(self._sessions.values()):
+                session._show(self._journal)
+
+    @property
+    def damaged(self) -> tuple[tuple[int, int, int], ...]:
+        """(segment, start, stop) of every stretch that opening with ``strict=False`` found damaged; such a store is only read."""
+        return () if self._journal is None else self._journal.damaged
+
+    @property
+    def recovered_bytes(self) -> int:
+        """How many bytes of a commit that was never finished opening has cut from the end."""
+        return 0 if self._journal is None else self._journal.recovered_bytes
 
     def tick(self, now: float) -> tuple[str, ...]:
         """Tell the store the time; ids of the sessions that it closes for it, in the order they were opened.
@@ -602,25 +827,38 @@ class SessionStore:
         """
         alias, scope = checked_text(alias, "an alias"), Namespace.of(namespace)
         identity = item.identity if isinstance(item, MediaItem) else MediaItem("image", item, ()).identity
-        with self._lock:
-            self._check_open()
-            known = self._aliases.setdefault((scope, alias), identity)
+        with self._opening:
+            known = self._alias(scope, alias)
+            if known is None:
+                if self._journal is not None:
+                    self._journal.alias(scope, alias, identity)
+                known = self._aliases[scope, alias] = identity
         if known != identity:
             raise KeyTaken(f"alias {alias!r} names {known[:4].hex()}, not {identity[:4].hex()}", key=alias, identity=known)
         return known
 
     def aliased_media(self, alias: str, namespace: Namespace | Mapping[str, str | None] | str | None = None) -> bytes:
         """The identity that an alias names in a namespace. Raises UnknownAlias."""
-        found = self._aliases.get((Namespace.of(namespace), checked_text(alias, "an alias")))
+        with self._opening:
+            found = self._alias(Namespace.of(namespace), checked_text(alias, "an alias"))
         if found is None:
             raise UnknownAlias(f"no media are named {alias!r} there", alias=alias)
         return found
 
+    def _alias(self, scope: Namespace, alias: str) -> bytes | None:
+        self._check_open()
+        if (scope, alias) not in self._aliases and self._journal is not None:
+            return self._journal.aliased(scope, alias)
+        return self._aliases.get((scope, alias))
+
     def drop_alias(self, alias: str, namespace: Namespace | Mapping[str, str | None] | str | None = None) -> None:
         """Forget an alias. Raises UnknownAlias."""
-        with self._lock:
-            self.aliased_media(alias, namespace)
-            del self._aliases[Namespace.of(namespace), alias]
+        scope = Namespace.of(namespace)
+        with self._opening:
+            self.aliased_media(alias, scope)
+            if self._journal is not None:
+                self._journal.alias(scope, alias, None)
+            self._aliases[scope, alias] = None
 
     def usage(self) -> Usage:
         """What the store holds beside nodes."""
@@ -634,6 +872,8 @@ class SessionStore:
             open_sessions = tuple(self._sessions.values())
         for session in open_sessions:
             session.close()
+        if self._journal is not None:
+            self._journal.close()
         self._features.close()
         self._paths.clear()
 
@@ -656,7 +896,20 @@ class SessionStore:
         raise TypeError("a store is one; a copy would be a second writer")
 
     def __repr__(self) -> str:
-        return f"<SessionStore in memory, sessions={len(self._sessions)}>"
+        where = "in memory" if self._journal is None else f"at {self._journal.path}"
+        return f"<SessionStore {where}, sessions={len(self._sessions)}>"
+
+
+def _check_expected(session: Session, scheme: PositionScheme | str | None, model_fingerprint: str | None) -> None:
+    found: Any
+    for what, expected, found in (
+        ("scheme", scheme_named(scheme) if isinstance(scheme, str) else scheme, session.scheme),
+        ("model fingerprint", model_fingerprint, session.root.model_fingerprint),
+    ):
+        if expected is not None and expected != found:
+            raise IncompatibleStore(
+                f"session {session.id!r} has the {what} {found!r}, not {expected!r}", expected=expected, found=found
+            )
 
 
 def _time(value: Any, what: str) -> float:

@@ -22,7 +22,7 @@ from sessiontree.digest import ID_BYTES
 from sessiontree.edits import Content, Edit, Plan, plan_linear, plan_prefix, plan_rewrite, without_bos
 from sessiontree.errors import HeadMoved, KeyTaken, LimitExceeded, NameTaken, OutOfRange, UnknownHead, UnknownNode
 from sessiontree.features import FeatureStore
-from sessiontree.frozen import Sealed, checked_text, freeze_metadata, handed_out, no_subclasses, seal
+from sessiontree.frozen import Sealed, checked_text, freeze_metadata, no_subclasses, seal
 from sessiontree.index import Limits, NodeIndex
 from sessiontree.media import MediaItem, placements
 from sessiontree.node import Lineage, Namespace, Node, make_child, make_root
@@ -31,6 +31,7 @@ from sessiontree.positions import scheme as scheme_named
 from sessiontree.prefixes import History, PrefixMatch
 from sessiontree.query import Diff, Order, Problem
 from sessiontree.spans import placeholders_of
+from sessiontree.stored import StoredHead
 from sessiontree.tokens import TOKEN_BYTES, Extent, PathCache, TokenIds, as_index, in_range, shown, token_bytes
 from sessiontree.turns import Turn, plan_turn
 
@@ -66,7 +67,7 @@ class SessionTree(Sealed):
 
     _index: NodeIndex
     _count: int
-    _heads: PMap[str, Head]
+    _heads: PMap[str, Head | StoredHead]
     _moves: int
     _writes: bool  # whether it may add to its index while it is the newest value of it
 
@@ -104,8 +105,7 @@ class SessionTree(Sealed):
     @property
     def heads(self) -> PMap[str, Head]:
         """Named places; a copy each time."""
-        heads: PMap[str, Head] = handed_out(self._heads)
-        return heads
+        return pmap({name: Head(head.node, head.version) for name, head in self._heads.items()}, pre_size=8)
 
     def __len__(self) -> int:
         return self._count
@@ -231,12 +231,21 @@ class SessionTree(Sealed):
     def _named(self) -> dict[str, Node]:
         return {name: head.node for name, head in self._heads.items()}
 
+    @property
+    def _stamp(self) -> int:
+        """Grows with every change."""
+        return self._count + self._moves
+
     def head(self, name: str) -> Head:
         """The head of this name. Raises UnknownHead."""
-        found = self._heads.get(name)
+        found = self._head(name)
         if found is None:
             raise UnknownHead(f"no head {name!r}", name=name)
         return found
+
+    def _head(self, name: str) -> Head | None:
+        found = self._heads.get(name)
+        return Head(found.node, found.version) if isinstance(found, StoredHead) else found
 
     def __repr__(self) -> str:
         return f"<SessionTree {self.root.id[:4].hex()} {self.scheme.name} nodes={self._count} heads={sorted(self._heads)}>"
@@ -334,7 +343,7 @@ class SessionTree(Sealed):
 
     def _check_head(self, name: str, expected: Head | Node | bytes | None) -> str:
         name = checked_text(name, "a head's name")
-        actual = self._heads.get(name)
+        actual = self._head(name)
         if expected is None:
             if actual is not None:
                 raise NameTaken(f"head {name!r} exists, at {actual.node!r}", name=name, actual=actual)
@@ -351,9 +360,9 @@ class SessionTree(Sealed):
     def drop_head(self, name: str) -> SessionTree:
         """The tree without this head. Raises UnknownHead."""
         self.head(name)
-        return self._with_heads(self._heads.remove(name), self._moves)
+        return self._with_heads(self._heads.remove(name), self._moves + 1)
 
-    def _with_heads(self, heads: PMap[str, Head], moves: int) -> SessionTree:
+    def _with_heads(self, heads: PMap[str, Head | StoredHead], moves: int) -> SessionTree:
         return _value(self._index, self._count, heads, moves, self._writes)
 
     def forked(self, node: Node | bytes) -> SessionTree:
@@ -521,7 +530,12 @@ _set_moves = _SET["_moves"]
 _set_writes = _SET["_writes"]
 
 
-def _value(index: NodeIndex, count: int, heads: PMap[str, Head], moves: int, writes: bool) -> SessionTree:
+def stored_tree(index: NodeIndex, count: int, heads: Mapping[str, StoredHead], moves: int) -> SessionTree:
+    """The tree of a session that was opened again; ``index`` is its own to write to."""
+    return _value(index, count, pmap(heads), moves, True)
+
+
+def _value(index: NodeIndex, count: int, heads: PMap[str, Head | StoredHead], moves: int, writes: bool) -> SessionTree:
     tree: SessionTree = _new(SessionTree)
     _set_index(tree, index)
     _set_count(tree, count)

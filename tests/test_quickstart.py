@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from sessiontree import PositionScheme, PositionState
+from sessiontree import PositionScheme, PositionState, SessionStore
 from sessiontree.positions.runs import Runs
 
 
@@ -36,3 +41,49 @@ def test_quickstart_sees_replies_one_position_off(
     monkeypatch.setattr(PositionScheme, "plan_decode", wrong)
     assert quickstart.main([]) == 1
     assert "FAILED" in capsys.readouterr().out
+
+
+KILLED: str = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import quickstart
+
+left = int(sys.argv[3])
+feed = quickstart.Engine.feed
+
+def feed_or_die(engine, request):
+    global left
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    feed(engine, request)
+
+quickstart.Engine.feed = feed_or_die
+sys.exit(quickstart.main(["--store", sys.argv[2]]))
+"""
+
+
+def what_it_left(path: Path) -> dict[str, tuple[bytes, list[int]]]:
+    with SessionStore.open(path, read_only=True) as store:
+        return {name: (node.id, node.input_ids().tolist()) for name, node in store.get("quickstart").heads.items()}
+
+
+@pytest.mark.parametrize("feeds", [2, 11])
+def test_quickstart_killed_half_way_goes_on_with_the_same_outputs(
+    request: pytest.FixtureRequest, tmp_path: Path, feeds: int
+) -> None:
+    """Killed in the middle of the second reply, and of one that is streamed."""
+    root = request.config.rootpath
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+
+    def run(store: str, feeds: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", KILLED, str(root / "examples"), str(tmp_path / store), str(feeds)]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+    assert run("killed", feeds).returncode == -signal.SIGKILL
+    again = run("killed", 0)
+    assert again.returncode == 0, again.stderr
+    assert "replies were in the store" in again.stdout
+    whole = run("whole", 0)
+    assert whole.returncode == 0, whole.stderr
+    assert what_it_left(tmp_path / "killed") == what_it_left(tmp_path / "whole")

@@ -1,0 +1,239 @@
+"""What being on disk costs: records, commits, handing over, opening again, beside bare system calls and other stores.
+
+Expected before the first run of this file, from single pieces measured while they were built: a node of 1,000 tokens encoded in
+3 µs (msgpack and one copy of its tokens) and decoded in 8; 4.2 kB of it on disk, 90 of them its record's own; a commit a tenth
+over a bare write and sync of as many bytes, a quarter for 256 kB (three passes of CRC-32 and one of SHA-256 beside the write);
+handing over 4 µs; a million nodes opened in 100-200 ms, most of it reading their index. Disks differ: the ratios count.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import Figure, median_of, microseconds, report
+from peers import agents_turns, langgraph_sqlite_turns
+
+from sessiontree import MediaItem, Node, Session, SessionStore, codec, media_identity
+from sessiontree.positions import scheme
+
+RULES = scheme("qwen2_5_vl@sglang", spatial_merge_size=2, tokens_per_second=2, max_position_limit=2**28)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of the records, without what is only preallocated: measured after a close."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def append(session: Session, parent: Node, length: int, number: int, media: Any = ()) -> Node:
+    ids = np.arange(length, dtype=np.int32)
+    ids[0] = number
+    return session.append(parent, ids, media=media)
+
+
+def records() -> Iterator[Figure]:
+    session = SessionStore.in_memory().create("bench", scheme=RULES)
+    image = MediaItem("image", media_identity("png", b"one"), [(10, 256)], grid_thw=(1, 32, 32))
+    node = append(session, session.root, 1000, 1, [image])
+    record = codec.encode_node(0, 1, 0, node)
+    yield Figure("encode a node of 1,000 tokens with an image", median_of(lambda: codec.encode_node(0, 1, 0, node), 5000), "µs", 4)
+    yield Figure("decode it", median_of(lambda: codec.decode(record), 5000), "µs", 8, note="all of it checked")
+    yield Figure("bytes of it", len(record), "B", 4300)
+
+
+def bare(path: Path, size: int) -> Callable[[], None]:
+    """One write and one sync of as many bytes, at the end of a file that is allocated ahead."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.posix_fallocate(fd, 0, 2**28)
+    os.fsync(fd)
+    data, at = os.urandom(size), 0
+
+    def commit() -> None:
+        nonlocal at
+        os.pwrite(fd, data, at)
+        os.fdatasync(fd)
+        at += size
+
+    return commit
+
+
+def sqlite(path: Path, size: int) -> Callable[[], None]:
+    """One row of as many bytes, as durable as SQLite makes it: WAL, synchronous FULL."""
+    database = sqlite3.connect(path, isolation_level=None)
+    database.execute("pragma journal_mode = wal")
+    database.execute("pragma synchronous = full")
+    database.execute("create table nodes (id integer primary key, record blob)")
+    data = os.urandom(size)
+    return lambda: database.execute("insert into nodes (record) values (?)", (data,))  # type: ignore[return-value]
+
+
+def commits(folder: Path) -> Iterator[Figure]:
+    for tokens, name, bar, count in ((256 - 28, "1 KB", 1.3, 300), (64 * 1024 - 30, "256 KB", 1.6, 60)):
+        with SessionStore.open(folder / f"commit{tokens}", durability="commit") as store:
+            session = store.create("bench", scheme=RULES)
+            turn = iter(range(10**9))
+            ours: list[float] = []
+            theirs: list[float] = []
+            rows: list[float] = []
+            size = len(codec.encode_node(0, 1, 0, append(session, session.root, tokens, 2**20)))
+            commit = bare(folder / f"bare{tokens}", size)
+            insert = sqlite(folder / f"sqlite{tokens}", size)
+            for _ in range(count):  # one after the other, so that both see the same disk
+                theirs += microseconds(commit, 1).tolist()
+                rows += microseconds(insert, 1).tolist()
+                ours += microseconds(lambda: append(session, session.root, tokens, next(turn)), 1).tolist()  # noqa: B023
+        yield Figure(
+            f"durable commit of one node of {name} over a bare write and sync",
+            statistics.median(ours) / statistics.median(theirs),
+            "x",
+            bar,
+            peers={"bare, µs": statistics.median(theirs), "SQLite": statistics.median(rows) / statistics.median(theirs)},
+            note=f"{statistics.median(ours):.0f} µs",
+        )
+
+
+def per_second(store: SessionStore, threads: int, seconds: float = 2.0) -> float:
+    session = store.create(f"by{threads}", scheme=RULES)
+    done = [0] * threads
+    stop = threading.Event()
+
+    def work(number: int) -> None:
+        while not stop.is_set():
+            append(session, session.root, 16, number * 10**6 + done[number])
+            done[number] += 1
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    start = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    time.sleep(seconds)
+    stop.set()
+    for worker in workers:
+        worker.join()
+    return sum(done) / (time.perf_counter() - start)
+
+
+def throughput(folder: Path) -> Iterator[Figure]:
+    with SessionStore.open(folder / "throughput", durability="commit") as store:
+        one = per_second(store, 1)
+        many = per_second(store, 16)
+    yield Figure("durable nodes per second, 16 waiting threads", many, "1/s", 10_000, "higher", peers={"one thread": one})
+    yield Figure("the same over one thread", many / one, "x", 3, "higher")
+
+
+def handing_over(folder: Path) -> Iterator[Figure]:
+    """What the journal takes of the thread that appends, beside the log's own thread, which writes and syncs all the time."""
+    with SessionStore.open(folder / "handing", durability="group") as store:
+        session = store.create("bench", scheme=RULES)
+        journal: Any = store._journal
+        taken: list[int] = []
+        real = journal.changed
+
+        def timed(*given: Any) -> int:
+            start = time.perf_counter_ns()
+            number: int = real(*given)
+            taken.append(time.perf_counter_ns() - start)
+            return number
+
+        journal.changed = timed
+        tip = session.root
+        for number in range(20_000):
+            tip = append(session, tip if tip.depth < 100 else session.root, 1000, number)
+    found = np.array(taken) / 1000
+    yield Figure("handing a node of 1,000 tokens over, encoding included, median", float(np.median(found)), "µs", 4)
+    yield Figure("the same, p99.9", float(np.quantile(found, 0.999)), "µs", 300)
+
+
+def opening(folder: Path, count: int) -> Iterator[Figure]:
+    path = folder / "million"
+    with SessionStore.open(path, durability="relaxed") as store:
+        session = store.create("bench", scheme=RULES)
+        tip = session.root
+        for number in range(count):
+            tip = append(session, tip if tip.depth < 100 else session.root, 8, number)
+        session.set_head("main", tip)
+        depth = tip.depth
+    opened, first = [], []
+    for _ in range(3):
+        start = time.perf_counter()
+        store = SessionStore.open(path)
+        opened.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        store.get("bench").head("main").node.input_ids()
+        first.append(time.perf_counter() - start)
+        store.close()
+    note = f"{count:,} nodes, {size_of(path) / count:.0f} B each; the path has {depth}"
+    yield Figure("reopen a million nodes", min(opened) * 1000, "ms", 300, note=note)
+    yield Figure("then the first path", min(first) * 1000, "ms", 10)
+
+
+def beside_others(folder: Path) -> Iterator[Figure]:
+    """1,000 turns of 1,000 tokens, then 100 forks of the last, each with a turn of 16."""
+    turn = np.arange(1000, dtype=np.int32)
+    path = folder / "ours"
+    start = time.perf_counter()
+    with SessionStore.open(path, durability="commit") as store:
+        session = store.create("bench", scheme=RULES)
+        tip = session.root
+        for number in range(1000):
+            turn[0] = number
+            tip = session.append(tip, turn)
+    turns = time.perf_counter() - start
+    size = size_of(path)
+    start = time.perf_counter()
+    with SessionStore.open(path, durability="commit") as store:
+        session = store.get("bench")
+        tip = session.node(tip.id)
+        for number in range(100):
+            fork = store.fork(session, tip, f"fork{number}")
+            append(fork, fork.node(tip.id), 16, number)
+    forks = time.perf_counter() - start
+    more = size_of(path) - size
+    peers: dict[str, tuple[float, int, float, int]] = {}
+    for name, measure in (("LangGraph SqliteSaver", langgraph_sqlite_turns), ("AdvancedSQLiteSession", agents_turns)):
+        measured = measure(folder / name.replace(" ", ""))
+        if measured is not None:
+            peers[name] = measured
+    yield Figure("1,000 turns of 1,000 tokens: bytes", size / 1e6, "MB", 4.5, peers={n: p[1] / 1e6 for n, p in peers.items()})
+    yield Figure("1,000 turns of 1,000 tokens: time, each turn durable", turns, "s", peers={n: p[0] for n, p in peers.items()})
+    yield Figure(
+        "100 forks of the last, a turn of 16 each: bytes", more / 1e6, "MB", 0.1, peers={n: p[3] / 1e6 for n, p in peers.items()}
+    )
+    yield Figure("the same: time", forks, "s", peers={n: p[2] for n, p in peers.items()})
+    with SessionStore.open(path, durability="commit") as store:
+        session = store.get("bench")
+        tip = session.node(tip.id)
+        for number in range(100):
+            store.fork(session, tip, f"bare{number}")
+    yield Figure("bytes of a fork that has nothing of its own yet", (size_of(path) - size - more) / 100, "B", 250)
+
+
+def main() -> int:
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
+    folder = Path(tempfile.mkdtemp(prefix="sessiontree-bench-", dir=os.environ.get("BENCH_DIR")))
+    try:
+        parts = (
+            records(),
+            commits(folder),
+            throughput(folder),
+            handing_over(folder),
+            beside_others(folder),
+            opening(folder, count),
+        )
+        return int(not report(figure for part in parts for figure in part))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Where records are kept. Nothing here knows nodes."""

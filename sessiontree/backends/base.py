@@ -1,0 +1,70 @@
+"""What a store needs of a place to keep records in: small protocols that every backend is an implementation of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+from numpy.typing import NDArray
+
+from sessiontree.errors import StoreFailed
+
+Durability = Literal["commit", "group", "relaxed"]
+
+
+class WriteLost(StoreFailed):
+    """What was to be written stands behind something that was lost; nothing of it was taken."""
+
+
+class Overtaken(StoreFailed):
+    """Something else came first; nothing was taken, and it is to be looked at anew."""
+
+
+class Log(Protocol):
+    """Records in order, added only. Those enqueued together are there together or not at all, and never without those before."""
+
+    recovered_bytes: int
+
+    @property
+    def durability(self) -> Durability: ...
+
+    @property
+    def read_only(self) -> bool: ...
+
+    @property
+    def failed(self) -> bool: ...
+
+    @property
+    def leading(self) -> bool: ...
+
+    @property
+    def damaged(self) -> tuple[tuple[int, int, int], ...]: ...
+
+    def enqueue(
+        self, records: Sequence[tuple[bytes, bytes]], after: int = 0, told: Sequence[object] = (None,), expected: object = None
+    ) -> int:
+        """Take records, each with what an index is to know of it: a number to wait for. No I/O is waited for.
+
+        ``after``: the number of what they rest on. ``told``: its first entry must still be ``expected``. Raises WriteLost where
+        what they rest on was lost, Overtaken where something came in between, StoreFailed where nothing is taken any more.
+        """
+
+    def is_durable(self, number: int) -> bool | None:
+        """Whether they are on disk; False where they never will be, None while that is open."""
+
+    def wait(self, number: int) -> None:
+        """Until they are on disk. Raises StoreFailed where they never will be."""
+
+    def flush(self) -> None:
+        """Until everything taken is on disk."""
+
+    def entries(self) -> NDArray[Any]:
+        """What an index knows of every record, in order: kind, session, ordinal, parent, id, key, and its place."""
+
+    def refresh(self) -> NDArray[Any]:
+        """Those that came since the last call; who only reads looks for what others have written."""
+
+    def read(self, known: Any) -> bytes:
+        """The record of an entry. Raises CorruptTree."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,166 @@
+"""Features of media on disk: one file for each content, written once, verified whenever it is read.
+
+A file is a magic number, the length of a msgpack header, the header (for each array its name, what its dtype is called, NumPy's
+name of it, shape and bytes), the arrays' bytes, and a SHA-256 over all of it. It gets its name when all of it is on disk, so a file
+that is there is whole or damaged, never unfinished. Nothing here knows nodes; they are whole without any of this.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from hashlib import sha256
+from typing import Any, Final
+
+import msgpack
+import numpy as np
+
+from sessiontree.digest import pack
+from sessiontree.errors import CorruptTree, KeyTaken, StoreFailed, Unsupported
+from sessiontree.features import FeatureArray
+from sessiontree.locks import new_lock
+
+_MAGIC: Final = b"STBLOB\x01\n"
+_MOST_HEADER: Final = 2**20
+_CHUNK: Final = 2**20
+_DIGEST: Final = 32
+_temporaries: Final = itertools.count()  # a signal handler may write in the middle of a write
+
+
+class FeatureFolder:
+    """The features below ``path``, by content. Any number of processes may read and write it."""
+
+    def __init__(self, path: str, *, read_only: bool = False) -> None:
+        self._path = path
+        self._read_only = read_only
+        self._lock = new_lock()  # what is added to a file is added to what was read of it
+
+    def put(self, content: tuple[Any, ...], arrays: Mapping[str, FeatureArray]) -> None:
+        """Keep arrays beside those that are there.
+
+        Raises KeyTaken for other values under a name that is there, StoreFailed where the disk refuses it: nothing is changed.
+        """
+        self._check_writable()
+        with self._lock:
+            self._put(content, arrays)
+
+    def _put(self, content: tuple[Any, ...], arrays: Mapping[str, FeatureArray]) -> None:
+        known = self.get(content)
+        if known is not None:
+            for each, array in arrays.items():
+                if known.get(each, array) != array:
+                    raise KeyTaken(f"other features are kept as {each!r}", key=each)
+            if known.keys() >= arrays.keys():
+                return
+            arrays = {**known, **arrays}
+        folder, name = self._place(content)
+        temporary = f"{name}.{os.getpid()}.{next(_temporaries)}.tmp"
+        try:
+            os.makedirs(folder, exist_ok=True)
+            with open(temporary, "wb", buffering=0) as file:
+                for chunk in _encoded(arrays):
+                    _write(file, chunk)
+                os.fsync(file.fileno())
+            os.rename(temporary, name)
+            _sync_folder(folder)
+            _sync_folder(self._path)
+            _sync_folder(os.path.dirname(self._path) or ".")
+        except OSError as error:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise StoreFailed(f"features cannot be written to {name}: {error.strerror}", path=name) from error
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def get(self, content: tuple[Any, ...]) -> dict[str, FeatureArray] | None:
+        """The arrays of a content; None without any. Raises CorruptTree where the file is damaged."""
+        _, name = self._place(content)
+        try:
+            file = open(name, "rb")  # noqa: SIM115 (closed below)
+        except FileNotFoundError:
+            return None
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            digest = sha256()
+
+            def read(count: int) -> bytes:
+                data = file.read(count)
+                if len(data) != count:
+                    raise CorruptTree(f"features in {name} end after {file.tell()} of {size} bytes", path=name)
+                digest.update(data)
+                return data
+
+            start = read(len(_MAGIC) + 4)
+            length = int.from_bytes(start[len(_MAGIC) :], "little")
+            if start[: len(_MAGIC)] != _MAGIC or length > min(size, _MOST_HEADER):
+                raise CorruptTree(f"{name} is no file of features", path=name)
+            described = _described(read(length), size, name)
+            arrays = {each: FeatureArray(kind, dtype, shape, read(count)) for each, kind, dtype, shape, count in described}
+            if file.read(_DIGEST + 1) != digest.digest():
+                raise CorruptTree(f"features in {name} are damaged", path=name)
+        return arrays
+
+    def drop(self, content: tuple[Any, ...]) -> None:
+        """Forget what is kept of a content, if there is anything."""
+        self._check_writable()
+        with suppress(FileNotFoundError):
+            os.unlink(self._place(content)[1])
+
+    def _check_writable(self) -> None:
+        if self._read_only:
+            raise Unsupported(f"the store at {self._path} was opened to be read")
+
+    def __contains__(self, content: tuple[Any, ...]) -> bool:
+        return os.path.exists(self._place(content)[1])
+
+    def _place(self, content: tuple[Any, ...]) -> tuple[str, str]:
+        text = sha256(pack(content)).hexdigest()
+        folder = os.path.join(self._path, text[:2])
+        return folder, os.path.join(folder, text)
+
+
+def _encoded(arrays: Mapping[str, FeatureArray]) -> Iterator[bytes | memoryview]:
+    header = pack([[name, blob.name, blob.dtype.str, blob.shape, len(blob.data)] for name, blob in arrays.items()])
+    digest = sha256()
+    for piece in (_MAGIC + len(header).to_bytes(4, "little") + header, *(blob.data for blob in arrays.values())):
+        for at in range(0, len(piece), _CHUNK):
+            chunk = memoryview(piece)[at : at + _CHUNK]
+            digest.update(chunk)
+            yield chunk
+    yield digest.digest()
+
+
+def _write(file: Any, data: bytes | memoryview) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _described(header: bytes, size: int, name: str) -> list[tuple[str, str, np.dtype[Any], tuple[int, ...], int]]:
+    """What a header says of each array, checked against the file's size before anything is read."""
+    try:
+        found = []
+        for key, kind, code, shape, count in msgpack.unpackb(header, use_list=False):
+            dtype = np.dtype(code)
+            ends = int(np.prod(shape, dtype=object)) * dtype.itemsize
+            if any(type(each) is not int for each in (*shape, count)) or not isinstance(key + kind, str):
+                raise ValueError(key)
+            if dtype.kind not in "biufc" or not (ends <= count <= ends + 1 and count <= size):
+                raise ValueError(key)
+            np.broadcast_to(np.empty((), dtype), shape)  # which says so where NumPy has no such shape
+            found.append((key, kind, dtype, shape, count))
+    except Exception as error:
+        raise CorruptTree(f"{name} has a header that says nothing", path=name) from error
+    return found
+
+
+def _sync_folder(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,853 @@
+"""What is stored, as records: one msgpack array each, a closed set of types, one encoding for each value.
+
+A record of version 1 is ``[kind, version, session, ordinal, parent, id, key, body]``. All but the body have a fixed width, though
+msgpack knows shorter ones: they are what an index keeps of a record (:class:`Entry`), and :func:`entry_of` reads them alone. The
+body is an array of the kind's fields, as the encoder puts it together; positions, runs and media stand in it as nodes hold them.
+Frozen metadata are scalars of msgpack, and arrays whose first element says what they are::
+
+    [0, entry, ...]  tuple    [1, entry, ...]  frozenset    [2, key, value, ...]  map    [3, dtype, [size, ...], bytes]  array
+
+Members of a set, and keys, are in the order of their bytes. Maps and extension types of msgpack's own never occur.
+
+:func:`decode` takes what :func:`encode` gives and nothing else: the last thing it does is to encode what it has read and to
+compare. What it looks at before is whatever would make a value that the library cannot have. It imports nothing and calls nothing
+that a record could choose; its time and memory are proportional to the record's size. What a record says of others, its parent's
+id and its session's scheme, is for :func:`check_root`, :func:`check_digest` and :func:`check_positions`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from collections.abc import Callable
+from functools import partial
+from hashlib import sha256
+from struct import Struct
+from struct import error as StructError
+from types import NoneType
+from typing import Any, Final, NamedTuple, NoReturn
+
+import attrs
+import msgpack
+import numpy as np
+from pyrsistent import PMap, pmap
+
+from sessiontree.details import NO_DETAILS, Details, Link
+from sessiontree.digest import ID_BYTES, content_prefix, node_id, pack, root_id
+from sessiontree.errors import CorruptTree, IncompatibleStore, LimitExceeded, OutOfRange, SessionTreeError, Unsupported
+from sessiontree.frozen import EMPTY_METADATA, MAX_DEPTH, frozen_array
+from sessiontree.index import Limits
+from sessiontree.media import _SET as _ITEM
+from sessiontree.media import MAX_COUNT, MediaItem, in_token_order, placements
+from sessiontree.node import Namespace, Node, Origin, TurnPositions
+from sessiontree.positions import PositionScheme, PositionState
+from sessiontree.positions.base import OpenBlock
+from sessiontree.positions.runs import _KINDS, Runs, is_external
+from sessiontree.tokens import TOKEN_BYTES
+
+FORMAT_VERSION: Final = 1
+MAX_RECORD_BYTES: Final = 256 * 2**20
+#: In an entry: no ordinal (a head that was dropped), or no session (an alias).
+NONE: Final = 2**32 - 1
+
+SESSION: Final = 1
+NODE: Final = 2
+HEAD: Final = 3
+OPENED: Final = 4
+ALIAS: Final = 5
+
+
+class SessionRecord(NamedTuple):
+    """A session: what its root's id is made of, and its limits.
+
+    ``session``: its number in the store. ``params``: of the scheme, sorted by name. ``tip``: of a fork, (session, ordinal) of the
+    node whose path it begins with, under the same ordinals as depths; None for others.
+    """
+
+    session: int
+    session_id: str
+    scheme: str
+    params: tuple[tuple[str, Any], ...]
+    namespace: Namespace
+    model_fingerprint: str
+    limits: Limits
+    root_id: bytes
+    tip: tuple[int, int] | None = None
+
+
+class NodeRecord(NamedTuple):
+    """A node that is no root. ``ordinal``: in its session, the root's is 0; ``parent``: the parent's. ``data``: token bytes.
+
+    ``details``: without ``open_calls``, which follow from the path. ``state.carried`` holds plain tuples.
+    """
+
+    session: int
+    ordinal: int
+    parent: int
+    id: bytes
+    data: bytes
+    media: tuple[MediaItem, ...]
+    origin: Origin
+    role: str
+    key: str | None
+    runs: Runs
+    state: PositionState
+    replayed: TurnPositions | None
+    details: Details
+
+
+class HeadRecord(NamedTuple):
+    """Where a head is. ``ordinal``: of its node; None: it was dropped."""
+
+    session: int
+    name: str
+    ordinal: int | None
+    version: int
+
+
+class OpenedRecord(NamedTuple):
+    """A writer opened a session, as this incarnation of it."""
+
+    session: int
+    incarnation: int
+
+
+class AliasRecord(NamedTuple):
+    """What an alias names in a namespace: 32 bytes; None: nothing any more."""
+
+    namespace: Namespace
+    alias: str
+    identity: bytes | None
+
+
+Record = SessionRecord | NodeRecord | HeadRecord | OpenedRecord | AliasRecord
+
+
+class Entry(NamedTuple):
+    """What an index keeps of a record.
+
+    ``id``: of a node; otherwise what :func:`name_digest` or :func:`alias_digest` gives, zeros of an opening. ``key``: of a node's
+    key, as :func:`key_digest` gives it. What a kind has not is 0, or :data:`NONE`.
+    """
+
+    kind: int
+    session: int
+    ordinal: int
+    parent: int
+    id: bytes
+    key: int
+
+
+# Every field behind the byte that is its type in msgpack: an array of 8, uint32, bin8, uint64.
+_WRITE: Final = Struct(">BBBBIBIBIBB32sBQ")
+_READ: Final = Struct(">3BxIxIxIxx32sxQ")
+_ARRAY: Final = 0x98
+_UINT32: Final = 0xCE
+_BIN8: Final = 0xC4
+_UINT64: Final = 0xCF
+
+_ORIGINS: Final[tuple[Origin, ...]] = ("input", "generated")
+_ORIGIN_NUMBERS: Final = {"input": 0, "generated": 1}
+_FAR: Final = 2**53  # no position is farther
+_SCALARS: Final = frozenset((NoneType, bool, int, float, str, bytes))
+_TUPLE, _SET, _MAP, _DATA = range(4)
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.packer = msgpack.Packer(use_bin_type=True)
+
+
+_local = _Local()
+_KEPT: Final = 2**20  # bytes; a packer that has grown larger is let go
+_FEW: Final = 128  # entries of an array that need not be counted first: nested as deep as msgpack goes, these are 1 MiB
+
+
+def key_digest(key: str | None) -> int:
+    """What an entry says of a key: the first 8 bytes of its sha256, little-endian; 0 without one, and never for one."""
+    return 0 if key is None else int.from_bytes(sha256(key.encode()).digest()[:8], "little") or 1
+
+
+def name_digest(name: str) -> bytes:
+    """The id in the entries of a session, by its id, and of a head, by its name: sha256."""
+    return sha256(name.encode()).digest()
+
+
+def alias_digest(namespace: Namespace, alias: str) -> bytes:
+    """The id in the entries of an alias."""
+    return sha256(pack((*namespace, alias))).digest()
+
+
+# Encoding
+
+
+def encode(record: Record) -> bytes:
+    """A record's bytes: equal records, equal bytes.
+
+    Raises OutOfRange for numbers that no record holds, Unsupported for arrays of types that NumPy has from elsewhere, LimitExceeded
+    above :data:`MAX_RECORD_BYTES`.
+    """
+    if isinstance(record, NodeRecord):
+        return _encode_node(*record)
+    if isinstance(record, SessionRecord):
+        return _record(SESSION, record.session, 0, 0, name_digest(record.session_id), 0, record[1:])
+    if isinstance(record, HeadRecord):
+        at = NONE if record.ordinal is None else record.ordinal if record.ordinal < NONE else -1
+        return _record(HEAD, record.session, at, 0, name_digest(record.name), 0, (record.name, record.version))
+    if isinstance(record, OpenedRecord):
+        return _record(OPENED, record.session, 0, 0, bytes(ID_BYTES), 0, (record.incarnation,))
+    if isinstance(record, AliasRecord):
+        return _record(ALIAS, NONE, 0, 0, alias_digest(record.namespace, record.alias), 0, tuple(record))
+    raise TypeError(f"no record: {type(record).__name__}")
+
+
+def encode_node(session: int, ordinal: int, parent: int, node: Node) -> bytes:
+    """The bytes of a node that is no root. ``parent``: its parent's ordinal. Raises what :func:`encode` raises."""
+    start, extent = node.start, node._extent
+    origin = extent.origin
+    if start >= origin:
+        data = extent.buffer[(start - origin) * TOKEN_BYTES : (node.stop - origin) * TOKEN_BYTES]
+    else:
+        data = extent.read_bytes(start, node.stop)
+    content = (data, node.media, node.origin, node.role or "", node.key)
+    return _encode_node(session, ordinal, parent, node.id, *content, node.runs, node.state, node.replayed, node._details)
+
+
+def _encode_node(
+    session: int,
+    ordinal: int,
+    parent: int,
+    identity: bytes,
+    data: bytes,
+    media: tuple[MediaItem, ...],
+    origin: Origin,
+    role: str,
+    key: str | None,
+    runs: Runs,
+    state: PositionState,
+    replayed: TurnPositions | None,
+    details: Details,
+) -> bytes:
+    if not 0 <= parent < ordinal < NONE:
+        raise OutOfRange(
+            f"node {ordinal} behind {parent}: ordinals are 1..{NONE - 1}, behind their parents'", value=ordinal, limit=NONE
+        )
+    packed = None
+    if details is not NO_DETAILS:
+        metadata, finish_reason, tail_policy, links, _ = details
+        if metadata or finish_reason is not None or tail_policy is not None or links:
+            packed = (_packable(metadata) if metadata else None, finish_reason, tail_policy, links)
+    items = [_item_fields(item) for item in media] if media else ()
+    body = (key, _ORIGIN_NUMBERS[origin], role, data, runs, state, replayed, items, packed)
+    return _record(NODE, session, ordinal, parent, identity, 0 if key is None else key_digest(key), body)
+
+
+def _item_fields(item: MediaItem) -> tuple[Any, ...]:
+    fields = item.fields()
+    return fields if len(fields) == 9 else (*fields[:9], _packable(item._extra))
+
+
+def _record(kind: int, session: int, ordinal: int, parent: int, identity: bytes, key: int, body: tuple[Any, ...]) -> bytes:
+    try:
+        head = _WRITE.pack(
+            _ARRAY,
+            kind,
+            FORMAT_VERSION,
+            _UINT32,
+            session,
+            _UINT32,
+            ordinal,
+            _UINT32,
+            parent,
+            _BIN8,
+            ID_BYTES,
+            identity,
+            _UINT64,
+            key,
+        )
+        record: bytes = head + _local.packer.pack(body)
+    except (StructError, OverflowError) as error:
+        raise OutOfRange(f"record {kind} of session {session}, ordinal {ordinal}, parent {parent}: {error}", value=None) from None
+    if len(record) > _KEPT:
+        _local.packer = msgpack.Packer(use_bin_type=True)
+        if len(record) > MAX_RECORD_BYTES:
+            raise LimitExceeded(
+                f"a record of {len(record)} bytes; {MAX_RECORD_BYTES} is the limit", value=len(record), limit=MAX_RECORD_BYTES
+            )
+    return record
+
+
+def _pack(value: Any) -> bytes:
+    packed: bytes = _local.packer.pack(value)
+    return packed
+
+
+def _packable(value: Any) -> Any:
+    """A frozen value as what msgpack has."""
+    if type(value) in _SCALARS:
+        return value
+    if isinstance(value, tuple):
+        return (_TUPLE, *value) if _SCALARS.issuperset(map(type, value)) else (_TUPLE, *map(_packable, value))
+    if isinstance(value, PMap):
+        pairs = sorted(((key, _packable(entry)) for key, entry in value.items()), key=lambda pair: _pack(pair[0]))
+        return (_MAP, *(part for pair in pairs for part in pair))
+    if isinstance(value, frozenset):
+        return (_SET, *sorted(map(_packable, value), key=_pack))
+    assert isinstance(value, np.ndarray)  # there is nothing else that metadata are frozen to
+    return _DATA, _dtype_form(value.dtype, 0), value.shape, value.tobytes()
+
+
+def _dtype_form(dtype: np.dtype[Any], depth: int) -> Any:
+    """A NumPy type: its string; of records (itemsize, aligned, fields), each field (name, title, offset, type, shape)."""
+    if depth >= MAX_DEPTH:
+        raise LimitExceeded(f"an array's type is nested deeper than {MAX_DEPTH}", value=depth, limit=MAX_DEPTH)
+    if dtype.names is None:
+        if dtype.kind == "V" and dtype.type is not np.void:
+            raise Unsupported(f"an array of {dtype}, a type that NumPy has from elsewhere, cannot be stored")
+        return dtype.str
+    fields = []
+    for name in dtype.names:
+        assert dtype.fields is not None
+        kind, offset, *title = dtype.fields[name]
+        if title and type(title[0]) is not str:
+            raise Unsupported(f"an array's field {name!r} with a title of type {type(title[0]).__name__} cannot be stored")
+        fields.append((name, title[0] if title else None, offset, _dtype_form(kind.base, depth + 1), kind.shape))
+    return dtype.itemsize, dtype.isalignedstruct, tuple(fields)
+
+
+# Decoding
+
+_WRONG: Final = (ValueError, TypeError, OverflowError, KeyError, IndexError, SessionTreeError, msgpack.UnpackException)
+
+
+def entry_of(data: bytes) -> Entry:
+    """What an index keeps of a record. It reads that alone: whether the rest is right is for :func:`decode` to say.
+
+    Raises CorruptTree for what is no record of a known kind, IncompatibleStore for one of a newer version.
+    """
+    try:
+        first, kind, version, session, ordinal, parent, identity, key = _READ.unpack_from(data)
+    except StructError:
+        first, kind, version = (*data[:3], 0, 0, 0)[:3]
+        if version <= FORMAT_VERSION:
+            raise CorruptTree(f"{len(data)} bytes are no record") from None
+    if version > FORMAT_VERSION:
+        raise IncompatibleStore(f"a record of kind {kind} and version {version}; this library reads up to {FORMAT_VERSION}")
+    if first != _ARRAY or version != FORMAT_VERSION or kind not in _READERS:
+        raise CorruptTree(f"no record begins with {data[:3].hex()}: kind {kind} of version {version} is unknown")
+    return _as_entry((kind, session, ordinal, parent, identity, key))
+
+
+def decode(data: bytes, limit: int = MAX_RECORD_BYTES) -> Record:
+    """The record of some bytes. Raises CorruptTree for anything else than what :func:`encode` gives, or more than ``limit`` bytes;
+    IncompatibleStore for a newer version."""
+    if len(data) > limit:
+        raise CorruptTree(f"a record of {len(data)} bytes; {limit} is the limit")
+    entry = entry_of(data)
+    try:
+        record: Record = _READERS[entry[0]](entry, _unpacked(data[_READ.size :]))
+        again = _encode_node(*record) if type(record) is NodeRecord else encode(record)
+    except _WRONG as error:
+        raise CorruptTree(f"{_named(entry)}: {str(error) or type(error).__name__}") from error
+    if again != data:
+        raise CorruptTree(f"{_named(entry)}: its content is encoded otherwise")
+    return record
+
+
+def _named(entry: Entry) -> str:
+    what = ("session", "node", "head", "opening of session", "alias")[entry.kind - 1]
+    if entry.kind == NODE:
+        return f"node {entry.ordinal} of session {entry.session} ({entry.id[:4].hex()})"
+    return what if entry.kind == ALIAS else f"{what} {entry.session}"
+
+
+def _wrong(what: str) -> NoReturn:
+    raise CorruptTree(what)
+
+
+def _unpacked(data: bytes) -> Any:
+    """The one value that some bytes are."""
+    try:
+        return msgpack.unpackb(data, use_list=False, max_array_len=_FEW, max_map_len=0, max_ext_len=0)
+    except ValueError:
+        # msgpack makes room for what arrays say they hold, at every level at once. Long ones are counted first.
+        unpacker = msgpack.Unpacker(max_buffer_size=len(data))
+        unpacker.feed(data)
+        unpacker.skip()
+        return msgpack.unpackb(data, use_list=False, max_map_len=0, max_ext_len=0)
+
+
+def _fields(value: Any, count: int, what: str) -> tuple[Any, ...]:
+    if type(value) is not tuple or len(value) != count:
+        _wrong(f"{what} has {count} fields")
+    return value
+
+
+def _whole(value: Any, what: str, least: int = 0, most: int = 2**63 - 1) -> int:
+    if type(value) is not int or not least <= value <= most:
+        _wrong(f"{what} is a number of {least}..{most}")
+    return value
+
+
+def _text(value: Any, what: str) -> str:
+    if type(value) is not str:
+        _wrong(f"{what} is text")
+    return value
+
+
+def _text_or_none(value: Any, what: str) -> str | None:
+    return None if value is None else _text(value, what)
+
+
+def _digest(value: Any, what: str) -> bytes:
+    if type(value) is not bytes or len(value) != ID_BYTES:
+        _wrong(f"{what} has {ID_BYTES} bytes")
+    return value
+
+
+def _number(value: Any, what: str) -> Any:
+    """A position, or a number that positions are computed from."""
+    if not ((type(value) is int or (type(value) is float and math.isfinite(value))) and -_FAR <= value <= _FAR):
+        _wrong(f"{what} is no position")
+    return value
+
+
+def _namespace(value: Any) -> Namespace:
+    return Namespace(*(_text_or_none(field, "a namespace's field") for field in _fields(value, 3, "a namespace")))
+
+
+def _read_session(entry: Entry, body: Any) -> SessionRecord:
+    session_id, scheme, params, namespace, fingerprint, limits, identity, tip = _fields(body, 8, "a session")
+    pairs = tuple(_fields(pair, 2, "a parameter") for pair in (params if type(params) is tuple else _wrong("parameters are pairs")))
+    names = [_text(name, "a parameter's name") for name, _ in pairs]
+    if names != sorted(set(names)):
+        _wrong("parameters are not sorted by name")
+    for name, value in pairs:
+        if type(value) not in _SCALARS:
+            _wrong(f"parameter {name!r} is no scalar")
+    max_tokens, reserve = _fields(limits, 2, "limits")
+    if max_tokens is not None:
+        _whole(max_tokens, "max_tokens", most=2**64 - 1)
+    _whole(reserve, "reserve_output", most=2**64 - 1 if max_tokens is None else max_tokens)
+    if tip is not None:
+        for value in _fields(tip, 2, "a tip"):
+            _whole(value, "a tip's field", most=NONE - 1)
+    return SessionRecord(
+        _whole(entry.session, "session", most=NONE - 1),
+        _text(session_id, "a session's id"),
+        _text(scheme, "a scheme's name"),
+        pairs,
+        _namespace(namespace),
+        _text(fingerprint, "a model fingerprint"),
+        Limits(max_tokens, reserve),
+        _digest(identity, "a root's id"),
+        tip,
+    )
+
+
+def _read_head(entry: Entry, body: Any) -> HeadRecord:
+    name, version = _fields(body, 2, "a head")
+    at = None if entry.ordinal == NONE else entry.ordinal
+    return HeadRecord(
+        _whole(entry.session, "session", most=NONE - 1), _text(name, "its name"), at, _whole(version, "its version", most=2**64 - 1)
+    )
+
+
+def _read_opened(entry: Entry, body: Any) -> OpenedRecord:
+    (incarnation,) = _fields(body, 1, "an opening")
+    return OpenedRecord(_whole(entry.session, "session", most=NONE - 1), _whole(incarnation, "incarnation", most=2**64 - 1))
+
+
+def _read_alias(entry: Entry, body: Any) -> AliasRecord:
+    namespace, alias, identity = _fields(body, 3, "an alias")
+    return AliasRecord(
+        _namespace(namespace), _text(alias, "its name"), None if identity is None else _digest(identity, "an identity")
+    )
+
+
+def _read_node(entry: Entry, body: Any) -> NodeRecord:
+    _, session, ordinal, parent, identity, _ = entry
+    if session == NONE:
+        _wrong("it is in no session")
+    if type(body) is not tuple or len(body) != 9:
+        _wrong("a node has 9 fields")
+    key, origin, role, data, runs, state, replayed, items, packed = body
+    if tuple(map(type, body[:3])) != (NoneType, int, str):
+        _text_or_none(key, "its key")
+        _whole(origin, "its origin")
+        _text(role, "its role")
+    if type(data) is not bytes or len(data) % TOKEN_BYTES or not data[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii():
+        _wrong("its tokens are int32 of 0 or more")
+    count = len(data) // TOKEN_BYTES
+    check_runs(runs, count)
+    state = _state(state, count)
+    if replayed is not None:
+        again, after = _fields(replayed, 2, "replayed positions")
+        check_runs(again, count)
+        replayed = TurnPositions(again, _state(after, count))
+        if replayed.state.num_tokens != state.num_tokens:
+            _wrong("its two states are after different numbers of tokens")
+    media = _media(items, count) if items != () else ()
+    details = NO_DETAILS if packed is None else _details(packed)
+    content = (data, media, _ORIGINS[origin], role, key, runs, state, replayed, details)
+    return _as_record((session, ordinal, parent, identity, *content))
+
+
+def _state(value: Any, count: int) -> PositionState:
+    num_tokens, after, top, blocks, carried = _fields(value, 5, "a position state")
+    if tuple(map(type, value)) == _PLAIN_STATE and value[3:] == _NOTHING and count <= num_tokens and -1 <= top < after <= _FAR:
+        return _as_state(value)
+    _whole(num_tokens, "num_tokens", least=count)
+    _number(after, "next_position")
+    _number(top, "max_position")
+    if type(blocks) is not tuple or type(carried) is not tuple:
+        _wrong("open blocks and what is carried are arrays")
+    for number in carried:
+        if number is not None:
+            _number(number, "what is carried")
+    return PositionState(num_tokens, after, top, tuple(map(_open_block, blocks)) if blocks else (), carried)
+
+
+_PLAIN_STATE: Final = (int, int, int, tuple, tuple)
+_NOTHING: Final = ((), ())
+_as_state = partial(tuple.__new__, PositionState)  # as PositionState(*value), without a Python call
+_as_record = partial(tuple.__new__, NodeRecord)
+_as_entry = partial(tuple.__new__, Entry)
+
+
+def _open_block(value: Any) -> OpenBlock:
+    content, base, placeholders = _fields(value, 3, "an open block")
+    if type(content) is not tuple or not 6 <= len(content) <= 7 or any(type(extra) is not bytes for extra in content[6:]):
+        _wrong("an open block's content is that of an item")
+    modality, identity, *described = content[:6]
+    if base is not None:
+        _number(base, "an open block's base")
+    item = MediaItem(modality, identity, (), *described)
+    return OpenBlock((*item.content(), *content[6:]), base, _whole(placeholders, "an open block's placeholders"))
+
+
+def _media(value: Any, count: int) -> tuple[MediaItem, ...]:
+    if type(value) is not tuple:
+        _wrong("its media are an array")
+    if len(value) == 1:
+        item = _item(value[0])
+        if item.spans and sum(item.spans[-1]) <= count:
+            return (item,)
+    items = tuple(map(_item, value))
+    placements(items, count)
+    if items != in_token_order(items):
+        _wrong("its media are not in the order of their spans")
+    return items
+
+
+def _item(value: Any) -> MediaItem:
+    if type(value) is not tuple or not 9 <= len(value) <= 10:
+        _wrong("an item has 9 or 10 fields")
+    if tuple(map(type, value)) == _PICTURE:  # what nearly all are, without the conversions that callers need
+        modality, identity, spans, grid, _, _, sizes, before, unfinished = value
+        if len(spans) == 1 and len(grid) == 3 and _WHOLE.issuperset(map(type, (*spans[0], *grid))):
+            offset, length = spans[0]
+            frames, height, width = grid
+            if (
+                modality == "image"
+                and len(identity) == ID_BYTES
+                and offset >= 0 < length <= MAX_COUNT - offset
+                and 0 < frames < MAX_COUNT > height > 0 < width < MAX_COUNT > before >= 0
+                and not sizes
+            ):
+                item: MediaItem = _new(MediaItem)
+                _put_modality(item, modality)
+                _put_identity(item, identity)
+                _put_spans(item, spans)
+                _put_grid(item, grid)
+                _put_seconds(item, None)
+                _put_audio(item, None)
+                _put_sizes(item, ())
+                _put_before(item, before)
+                _put_unfinished(item, unfinished)
+                _put_extra(item, EMPTY_METADATA)
+                _put_extra_field(item, ())
+                return item
+    return MediaItem(*value[:9], *map(_map, value[9:]))
+
+
+_PICTURE: Final = (str, bytes, tuple, tuple, NoneType, NoneType, tuple, int, bool)
+(
+    _put_modality,
+    _put_identity,
+    _put_spans,
+    _put_grid,
+    _put_seconds,
+    _put_audio,
+    _put_sizes,
+    _put_before,
+    _put_unfinished,
+    _put_extra,
+    _put_extra_field,
+) = map(_ITEM.__getitem__, (*(field.name for field in attrs.fields(MediaItem)),))
+_new = object.__new__
+
+
+def _details(value: Any) -> Details:
+    metadata, finish_reason, tail_policy, links = _fields(value, 4, "details")
+    _text_or_none(finish_reason, "a finish reason")
+    if tail_policy not in (None, "keep", "drop_last"):
+        _wrong("tail_policy is none")
+    if type(links) is not tuple:
+        _wrong("links are an array")
+    return Details(EMPTY_METADATA if metadata is None else _map(metadata), finish_reason, tail_policy, tuple(map(_link, links)))
+
+
+def _link(value: Any) -> Link:
+    kind, identity, reused = _fields(value, 3, "a link")
+    if kind not in ("derived_from", "prefix_of"):
+        _wrong("a link is derived_from or prefix_of")
+    return Link(kind, _digest(identity, "a link's node"), _whole(reused, "reused_tokens"))
+
+
+def _map(value: Any) -> PMap[str, Any]:
+    frozen = _frozen(value, 0)
+    if not isinstance(frozen, PMap):
+        _wrong("metadata are a map")
+    return frozen
+
+
+def _frozen(value: Any, depth: int) -> Any:
+    """A value of metadata, ``depth`` containers down."""
+    if type(value) in _SCALARS:
+        return value
+    if type(value) is not tuple or not value or type(value[0]) is not int:
+        _wrong("metadata hold what is no value")
+    if depth >= MAX_DEPTH:
+        _wrong(f"metadata are nested deeper than {MAX_DEPTH}")
+    tag, entries = value[0], value[1:]
+    if tag == _DATA:
+        return _array(*_fields(entries, 3, "an array"))
+    if not _SCALARS.issuperset(map(type, entries)):
+        entries = tuple(_frozen(entry, depth + 1) for entry in entries)
+    if tag == _TUPLE:
+        return entries
+    if tag == _SET:
+        members = frozenset(entries)
+        return members if len(members) == len(entries) else _wrong("a set holds something twice")
+    if tag != _MAP or len(entries) % 2:
+        _wrong(f"metadata hold what is no value: {len(entries)} of kind {tag}")
+    keys = entries[::2]
+    if not {str, int}.issuperset(map(type, keys)):
+        _wrong("a key is text or a number")
+    pairs = dict(zip(keys, entries[1::2], strict=True))
+    return pmap(pairs) if len(pairs) == len(keys) else _wrong("a map holds a key twice")
+
+
+_DTYPE: Final = re.compile(
+    r"\|b1|\|[iu]1|<[iu][248]|<f(2|4|8|12|16)|<c(8|16|24|32)|<U\d{1,9}|\|[SV]\d{1,9}|<[mM]8(\[\w{1,16}\])?", re.A
+)
+_MOST_AXES: Final = 64  # that NumPy has
+
+
+def _array(form: Any, shape: Any, data: Any) -> Any:
+    if type(data) is not bytes:
+        _wrong("an array has bytes")
+    shape = _shape(shape)
+    dtype = _dtype(form, 0)
+    if math.prod(shape) * dtype.itemsize != len(data):
+        _wrong(f"{len(data)} bytes are no array of {dtype} and shape {shape}")
+    return frozen_array(np.ndarray(shape, dtype, data))
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if type(value) is not tuple or len(value) > _MOST_AXES:
+        _wrong(f"a shape has {_MOST_AXES} sizes at most")
+    return tuple(_whole(size, "a size") for size in value)
+
+
+def _dtype(form: Any, depth: int) -> np.dtype[Any]:
+    if type(form) is str:
+        return np.dtype(form) if _DTYPE.fullmatch(form) else _wrong("an array of no known type")
+    if depth >= MAX_DEPTH:
+        _wrong(f"an array's type is nested deeper than {MAX_DEPTH}")
+    itemsize, aligned, described = _fields(form, 3, "an array's type")
+    if type(described) is not tuple or type(aligned) is not bool:
+        _wrong("an array's fields are an array, aligned or not")
+    names, titles, offsets = [], [], []
+    formats: list[Any] = []
+    for field in described:
+        name, title, offset, kind, shape = _fields(field, 5, "an array's field")
+        names.append(_text(name, "a field's name"))
+        titles.append(_text_or_none(title, "a field's title"))
+        offsets.append(_whole(offset, "a field's offset"))
+        inner = _dtype(kind, depth + 1)
+        formats.append((inner, _shape(shape)) if shape != () else inner)
+    made: Any = {"names": names, "formats": formats, "offsets": offsets, "itemsize": _whole(itemsize, "an item's size")}
+    if any(title is not None for title in titles):
+        made["titles"] = titles
+    dtype: np.dtype[Any] = np.dtype(made, align=aligned)
+    return dtype
+
+
+# Position runs
+
+_TEXT, _FLOAT_TEXT, _GRID, _FRAMES, _ROWS, _CANVAS, _TABLE, _EXTERNAL = range(len(_KINDS))
+_NUMBERS: Final = {(_TEXT, 3), (_GRID, 8), (_ROWS, 6)}  # runs of whole numbers alone, and how many there are with the kind
+_MIXED: Final = {
+    _FLOAT_TEXT: ((int, int, float, int),),
+    _FRAMES: tuple((int, int, number, bytes, int, int, int) for number in (int, float)),
+    _CANVAS: ((int, int, int, bytes),),
+    _TABLE: ((int, int, str, bytes),),
+    _EXTERNAL: ((int, int, str, bytes),),
+}
+
+
+def check_runs(runs: Any, num_tokens: int, num_axes: int | None = None) -> None:
+    """Whether position runs cover ``num_tokens`` tokens, and can be written on ``num_axes`` axes; None: on some number of them.
+
+    Raises CorruptTree.
+    """
+    if type(runs) is int:
+        _number(runs, "a run's base")
+        return
+    if type(runs) is not bytes:
+        _wrong("runs are a number or bytes")
+    try:
+        described = _unpacked(runs)
+        if type(described) is not tuple:
+            _wrong("they are an array")
+        covered = 0
+        for run in described:
+            if len(run) == 3 and _WHOLE.issuperset(map(type, run)):  # what most are, without a call
+                kind, length, base = run
+                if kind == _TEXT and length >= 0 and -_FAR <= base <= _FAR:
+                    covered += length
+                    continue
+            covered += _check_run(run, num_axes)
+            if run[0] == _EXTERNAL and len(described) > 1:
+                _wrong("a table that came from elsewhere is a node's only run")
+    except _WRONG as error:
+        raise CorruptTree(f"runs: {str(error) or type(error).__name__}") from error
+    if covered != num_tokens:
+        _wrong(f"runs of {covered} tokens in a node of {num_tokens}")
+
+
+def _check_run(run: Any, num_axes: int | None) -> int:
+    """How many tokens a run covers."""
+    if type(run) is not tuple or len(run) < 3:
+        _wrong("a run is of no known kind")
+    kind: int = run[0]
+    length: int = run[1]
+    if _WHOLE.issuperset(map(type, run)):
+        if (kind, len(run)) not in _NUMBERS or min(run) < -_FAR or max(run) > _FAR:
+            _wrong("no run has these numbers")
+    elif type(kind) is not int or tuple(map(type, run)) not in _MIXED.get(kind, ()):
+        _wrong("no run has these fields")
+    if length < 0:
+        _wrong(f"a run of {length} tokens")
+    if num_axes not in _AXES.get(kind, (num_axes,)) and not (kind == _ROWS and num_axes and num_axes > 3):
+        _wrong(f"a {_KINDS[kind].__name__} on {num_axes} axes")
+    if kind == _TEXT:
+        pass
+    elif kind == _GRID:
+        _check_grid(*run[5:])
+    elif kind == _FRAMES:
+        _, _, base, times, height, width, skip = run
+        _number(base, "a run's base")
+        _check_grid(height, width, skip)
+        number = np.dtype("<f4") if type(base) is float else np.dtype("<i8")
+        if len(times) != -(-(skip + length) // (height * width)) * number.itemsize:
+            _wrong(f"times of {len(times)} bytes for {skip + length} tokens in frames of {height * width}")
+        _check_table(times, number)
+    elif kind == _FLOAT_TEXT:
+        _number(run[2], "a run's base")
+        _whole(run[3], "where a run of text begins", most=_FAR)
+    elif kind == _ROWS:
+        _whole(run[3], "a row's width", 1)
+        _whole(run[5], "where a run begins")
+    elif kind == _CANVAS:
+        _number(run[2], "a canvas's origin")
+        _check_crops(length, run[3])
+    else:
+        _, _, dtype, data = run
+        if dtype not in ("<i8", "<f4"):
+            _wrong("a table of no known type")
+        axis = length * int(dtype[2])
+        if not axis or not data or len(data) % axis or (num_axes is not None and len(data) != num_axes * axis):
+            _wrong(f"a table of {len(data)} bytes for {length} tokens")
+        _check_table(data, np.dtype(dtype))
+    return length
+
+
+_WHOLE: Final = frozenset((int,))
+_AXES: Final = dict.fromkeys((_GRID, _FRAMES, _ROWS, _CANVAS), (None, 3))
+
+
+def _check_grid(height: int, width: int, skip: int) -> None:
+    if not (0 < height < MAX_COUNT and 0 < width <= MAX_COUNT and 0 <= skip < height * width):
+        _wrong(f"a run that begins at {skip} of a grid of {height} x {width}")
+
+
+def _check_table(data: bytes, number: np.dtype[Any]) -> None:
+    table = np.frombuffer(data, number)
+    if table.size and not (table.min() >= 0 and table.max() <= _FAR):
+        _wrong("a table holds what is no position")
+
+
+def _check_crops(length: int, crops: bytes) -> None:
+    if len(crops) % 12:
+        _wrong(f"crops of {len(crops)} bytes")
+    end = 0
+    for offset, height, width in np.frombuffer(crops, "<i4").reshape(-1, 3).tolist():
+        if offset <= end or height < 1 or width < 1 or offset + height * width > length:
+            _wrong(f"a crop of {height} x {width} at {offset} of a canvas of {length} tokens")
+        end = offset + height * width
+
+
+_READERS: Final[dict[int, Callable[[Entry, Any], Record]]] = {
+    SESSION: _read_session,
+    NODE: _read_node,
+    HEAD: _read_head,
+    OPENED: _read_opened,
+    ALIAS: _read_alias,
+}
+
+
+# Where records stand
+
+
+def check_root(record: SessionRecord) -> None:
+    """Whether a session's root id is that of its content. Raises CorruptTree."""
+    computed = root_id(record.scheme, record.params, record.namespace, record.model_fingerprint)
+    if computed != record.root_id:
+        _wrong(f"root {record.root_id[:4].hex()} of session {record.session_id!r} holds the content of {computed[:4].hex()}")
+
+
+def check_digest(record: NodeRecord, parent_id: bytes) -> None:
+    """Whether a node's id is that of its content under the parent of this id. Raises CorruptTree."""
+    table = (record.runs, record.state) if is_external(record.runs) else None
+    head = content_prefix(record.origin, record.role, record.key, tuple(item.fields() for item in record.media), table)
+    computed = node_id(parent_id, head, record.data)
+    if computed != record.id:
+        _wrong(f"node {record.id[:4].hex()} holds the content of {computed[:4].hex()}")
+
+
+def check_positions(record: NodeRecord, parent_stop: int, scheme: PositionScheme) -> None:
+    """Whether a node's runs and states can follow ``parent_stop`` tokens under a scheme. Raises CorruptTree.
+
+    Not whether the rule gives these: no rule is applied again.
+    """
+    count = len(record.data) // TOKEN_BYTES
+    where = f"node {record.id[:4].hex()}"
+    initial = scheme.initial_state()
+    for runs, state in ((record.runs, record.state), *(() if record.replayed is None else (record.replayed,))):
+        if state.num_tokens != parent_stop + count:
+            _wrong(f"{where} has a state of {state.num_tokens} tokens and ends after {parent_stop + count}")
+        check_runs(runs, count, scheme.num_axes)
+        if {type(state.next_position), type(state.max_position)} != {float if scheme.floats else int}:
+            _wrong(f"{where}: positions of {scheme.name} are no such numbers")
+        if len(state.carried) not in scheme.carries:
+            _wrong(f"{where} carries {len(state.carried)} numbers, {scheme.name} {' or '.join(map(str, scheme.carries))}")
+        known = initial.carried or (0,) * len(state.carried)
+        for number, first in zip(state.carried, known, strict=True):
+            if type(number) is not type(first) and not (first is None and type(number) is float):
+                _wrong(f"{where} carries other numbers than {scheme.name}")
+            if type(number) is int and number < 0:
+                _wrong(f"{where} carries a count of {number}")

@@ -1,0 +1,212 @@
+"""Nodes that lie in a store, made when they are first asked for: the lowest layer of a session that was opened again.
+
+A :class:`StoredIndex` answers what a :class:`~sessiontree.index.NodeIndex` does, from a :class:`NodeSource` that knows ids, parents
+and places of all nodes without reading them. A node is made from its record, checked against its id, with all of its path; what
+nobody holds any more is forgotten and read again the next time, so that reading a path takes memory for that path. Nothing is
+added to it: what a session writes after it was opened lies in a layer above.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple, Protocol
+from weakref import WeakValueDictionary
+
+from sessiontree.details import Details
+from sessiontree.errors import CorruptTree
+from sessiontree.index import Limits, NodeIndex
+from sessiontree.locks import new_lock
+from sessiontree.node import Node, make_child
+from sessiontree.tokens import Extent
+from sessiontree.turns import Turn
+
+_RECENT: Final = 4  # nodes that are kept, with their paths, although nobody holds them
+
+
+class Stored(NamedTuple):
+    """A node as its record has it; ``turn.id`` is what the record says it is."""
+
+    turn: Turn
+    details: Details
+
+
+class NodeSource(Protocol):
+    """Nodes of one session by their ordinals, in commit order.
+
+    ``first``: that of the first one here, behind the root or a path. ``lenient``: damage is known and told of, so whoever goes
+    through all of them goes on behind a node that cannot be read.
+    """
+
+    first: int
+    lenient: bool
+
+    def __len__(self) -> int: ...
+
+    def read(self, ordinal: int, parent: Node) -> Stored:
+        """Its record, checked to be that of a child of ``parent``. Raises CorruptTree."""
+
+    def parent_of(self, ordinal: int) -> int: ...
+
+    def children_of(self, ordinal: int) -> Sequence[int]:
+        """In commit order."""
+
+    def find(self, node_id: bytes) -> int | None: ...
+
+    def find_key(self, parent: int, key: str) -> Sequence[int]:
+        """Ordinals of the children of ``parent`` that may have this key."""
+
+
+class StoredIndex(NodeIndex):
+    """The nodes of ``source`` below the root, or below the path of ``tip`` in a forked session. Never written to.
+
+    ``told``: how many records its maker made it of, for its maker to know whether there are more by now.
+    """
+
+    __slots__ = ("_known", "_loading", "_recent", "source", "told")
+
+    def __init__(self, root: Node, limits: Limits, source: NodeSource, *, tip: Node | None = None) -> None:
+        super().__init__(root, limits, tip=tip)
+        self.source = source
+        self.told = len(source)
+        self._known: WeakValueDictionary[int, Node] = WeakValueDictionary()
+        self._recent: deque[Node] = deque(maxlen=_RECENT)
+        self._loading = new_lock()
+        self.nodes: Any = _Nodes(self)
+        self.by_id: Any = _ById(self)
+        self.by_key: Any = _ByKey(self)
+        root._extent.writer = root._extent.writer or self.writer
+
+    def add(self, node: Node) -> None:
+        raise AssertionError("a stored index is never written to")
+
+    def own_children(self, parent: Node, visible: int) -> Iterator[tuple[int, Node]]:
+        ordinal = self.ordinal_of(parent)
+        if ordinal is None:
+            return
+        for child in self.source.children_of(ordinal):
+            if child >= visible:
+                return
+            try:
+                node = self.node(child)
+            except CorruptTree:
+                if not self.source.lenient:
+                    raise
+            else:
+                yield child, node
+
+    def ordinal_of(self, node: Node) -> int | None:
+        """The ordinal of a node that is here, or on the path it lies over."""
+        if node.parent is None:
+            return 0
+        if self.tip is not None and node.depth <= self.tip.depth and self.tip.ancestor(node.depth).id == node.id:
+            return node.depth
+        return self.source.find(node.id)
+
+    def node(self, ordinal: int) -> Node:
+        """The node of an ordinal. Raises CorruptTree where its record, or that of a node before it, is damaged."""
+        found = self._known.get(ordinal)
+        if found is None:
+            found = self._below(ordinal)
+        if found is None:
+            with self._loading:
+                found = self._loaded(ordinal)
+        self._recent.append(found)
+        return found
+
+    def _below(self, ordinal: int) -> Node | None:
+        """A node that is not one of the source's."""
+        if ordinal == 0:
+            return self.root
+        return self.tip.ancestor(ordinal) if self.tip is not None and ordinal <= self.tip.depth else None
+
+    def _loaded(self, ordinal: int) -> Node:
+        missing = []
+        at = ordinal
+        while (node := self._below(at) or self._known.get(at)) is None:
+            missing.append(at)
+            parent = self.source.parent_of(at)
+            if not parent < at:
+                raise CorruptTree(f"node {at} of the session names node {parent} as its parent, which is none before it")
+            at = parent
+        for at in reversed(missing):
+            node = self._made(node, at)
+            self._known[at] = node
+        return node
+
+    def _made(self, parent: Node, ordinal: int) -> Node:
+        turn, details = self.source.read(ordinal, parent)
+        identity, data, media, origin, role, key, runs, state, replayed = turn
+        extent = parent._extent
+        if data:
+            if extent.writer is self.writer and extent.end == parent.stop:
+                extent.append(data)
+            else:
+                extent = Extent(self.writer, extent, parent.stop, data, extent.paths)
+        return make_child(parent, identity, state.num_tokens, media, origin, role, key, runs, state, replayed, details, extent)
+
+
+class StoredHead(NamedTuple):
+    """A head whose node is made when it is asked for."""
+
+    nodes: StoredIndex
+    ordinal: int
+    version: int
+
+    @property
+    def node(self) -> Node:
+        """Raises CorruptTree where it, or a node before it, is damaged."""
+        return self.nodes.node(self.ordinal)
+
+
+class _Nodes(Sequence[Node]):
+    """As the list of nodes of another index; slices are gone through one node at a time."""
+
+    def __init__(self, index: StoredIndex) -> None:
+        self._index = index
+
+    def __len__(self) -> int:
+        source = self._index.source
+        return source.first - self._index.base_count + len(source)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return self._through(range(*at.indices(len(self))))
+        return self._index.node(self._index.base_count + at)
+
+    def _through(self, numbers: range) -> Iterator[Node]:
+        for number in numbers:
+            try:
+                node = self[number]
+            except CorruptTree:
+                if not self._index.source.lenient:
+                    raise
+            else:
+                yield node
+
+
+class _ById:
+    def __init__(self, index: StoredIndex) -> None:
+        self._index = index
+
+    def get(self, node_id: bytes) -> int | None:
+        index = self._index
+        return 0 if index.tip is None and node_id == index.root.id else index.source.find(node_id)
+
+
+class _ByKey:
+    def __init__(self, index: StoredIndex) -> None:
+        self._index = index
+
+    def get(self, slot: bytes) -> int | None:
+        """The ordinal of the child of a parent that has a key; ``slot``: the parent's id and the key."""
+        index, parent, key = self._index, slot[:32], slot[32:].decode()
+        tip = index.tip
+        ordinal = index.by_id.get(parent)
+        if ordinal is None and tip is not None:
+            node = index.find(parent, index.count)
+            ordinal = None if node is None else node.depth
+        for child in () if ordinal is None else index.source.find_key(ordinal, key):
+            if index.node(child).key == key:
+                return child
+        return None

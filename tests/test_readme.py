@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_readme_code_runs(capsys: object) -> None:
+def test_readme_code_runs(capsys: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert blocks
     scope: dict[str, object] = {}
@@ -19,3 +22,4 @@ def test_readme_code_runs(capsys: object) -> None:
     assert inputs.positions.tolist() == [[7, 8, 9, 10]] * 3  # type: ignore[attr-defined]
     assert inputs.mrope_position_delta.tolist() == [[-2]]  # type: ignore[attr-defined]
     assert follow_up.parent is scope["reply"]  # type: ignore[attr-defined]
+    assert [path.name for path in tmp_path.iterdir()] == ["sessions"]

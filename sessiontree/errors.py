@@ -188,7 +188,9 @@ class StoreLocked(SessionTreeError):
 
 
 class StoreFailed(SessionTreeError):
-    """The store no longer takes writes."""
+    """The store no longer takes writes, or did not take this one. ``nodes``: ids of those that never will be durable."""
+
+    nodes: tuple[bytes, ...] = ()
 
 
 class StoreClosed(StoreFailed):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from struct import Struct
@@ -182,6 +183,7 @@ class Journal:
         self._features = features
         self._paths = paths
         self._lock = new_lock()
+        self._underway: deque[tuple[int, tuple[bytes, ...]]] = deque()  # ids of nodes that may not be durable, by what to wait for
         self._ids: dict[str, int] = {}  # numbers of sessions that were found or made, by id
         self._indexes: WeakValueDictionary[int, StoredIndex] = WeakValueDictionary()
         self._columns = columns = Columns(log.entries())
@@ -252,11 +254,34 @@ class Journal:
         return self._log.is_durable(number)
 
     def wait(self, number: int) -> None:
-        """Until it is on disk. Raises StoreFailed where it never will be."""
-        self._log.wait(number)
+        """Until it is on disk. Raises StoreFailed where it never will be, naming the nodes."""
+        try:
+            self._log.wait(number)
+        except StoreFailed as error:
+            raise self._naming(error) from error
 
     def flush(self) -> None:
-        self._log.flush()
+        """Until everything is on disk. Raises StoreFailed naming the nodes that never will be."""
+        try:
+            self._log.flush()
+        except StoreFailed as error:
+            raise self._naming(error) from error
+
+    def _naming(self, error: StoreFailed) -> StoreFailed:
+        """The same error with the nodes that it is about."""
+        numbers = getattr(error, "numbers", ())
+        lost = [node for number, nodes in tuple(self._underway) if number in numbers for node in nodes]
+        some = ", ".join(node[:4].hex() for node in lost[:8])
+        named = f"; nodes {some}{f' and {len(lost) - 8} more' if len(lost) > 8 else ''}" if lost else ""
+        return type(error)(f"{error}{named}", numbers=numbers, nodes=tuple(lost))
+
+    def _remember(self, number: int, nodes: tuple[bytes, ...]) -> int:
+        durable, underway = self._log.durable, self._underway
+        while underway and underway[0][0] <= durable:
+            with suppress(IndexError):  # somebody else was quicker
+                underway.popleft()
+        underway.append((number, nodes))
+        return number
 
     def close(self) -> None:
         self._log.close()
@@ -456,8 +481,10 @@ class Journal:
             assert parent is not None
             key = 0 if node.key is None else codec.key_digest(node.key)
             prefix = _PREFIX.pack(codec.NODE, number, ordinal, parent, node.id, key)
-            return self._log.enqueue(((codec.encode_node(number, ordinal, parent, node), prefix),), waiting, told, before)
+            record = codec.encode_node(number, ordinal, parent, node)
+            return self._remember(self._log.enqueue(((record, prefix),), waiting, told, before), (node.id,))
         records = self._node_records(number, after, before._count)
+        nodes = tuple(codec.entry_of(record).id for record in records)
         for name, head in after._heads.items():
             if before._heads.get(name) is not head:
                 at = after._index.find_ordinal(head.node, after._count)
@@ -465,7 +492,7 @@ class Journal:
         for name in before._heads:
             if name not in after._heads:
                 records.append(codec.encode(codec.HeadRecord(number, name, None, after._moves)))
-        return self._log.enqueue(_with_prefixes(records), waiting, told, before)
+        return self._remember(self._log.enqueue(_with_prefixes(records), waiting, told, before), nodes)
 
     def _node_records(self, number: int, tree: SessionTree, first: int) -> list[bytes]:
         """Records of the nodes of a tree from ordinal ``first`` on."""

@@ -600,6 +600,7 @@ class SessionStore:
         self._now = -math.inf
         self._journal: Journal | None = None
         self._opening = new_lock()  # for taking sessions from the disk: one thread makes each
+        self._creating: set[str] = set()  # ids of sessions that are being written there
 
     @classmethod
     def in_memory(
@@ -707,12 +708,16 @@ class SessionStore:
     def _open_durably(self, journal: Journal, session_id: str, tree: SessionTree, tip: tuple[int, int] | None) -> Session:
         with self._opening:
             self._check_open()
-            if session_id in self._sessions or journal.number_of(session_id) is not None:
+            if session_id in self._sessions or session_id in self._creating or journal.number_of(session_id) is not None:
                 raise SessionExists(f"session {session_id!r} is in the store", session_id=session_id)
-            number, incarnation = journal.create(session_id, tree, tip)
+            self._creating.add(session_id)
+        try:
+            number, incarnation = journal.create(session_id, tree, tip)  # which may wait for the disk
             session = Session(session_id, incarnation, tree, self, number)
             with self._lock:
                 self._sessions[session_id] = session
+        finally:
+            self._creating.discard(session_id)
         return session
 
     def _found(self, journal: Journal, session_id: str) -> Session | None:

@@ -416,6 +416,43 @@ def test_c85_a_bit_flipped_at_every_byte_is_never_returned(closed: bool, sidecar
             kill(loose)
 
 
+def test_c85_mutated_files_give_typed_errors_and_nothing_that_was_not_stored() -> None:
+    rng = random.Random(27)
+    batches = some_batches(12, rng, size=100)
+    disk = Disk()
+    log = opened(disk, segment_bytes=900)
+    for batch in batches:
+        log.wait(log.enqueue(batch))
+        log._tend()
+    log.close()
+    files = [file for name, file in disk.names.items() if file > 0 and "LOCK" not in name]
+    for _ in range(20_000 if SOAK else 500):
+        state = disk.copy()
+        for _ in range(rng.randint(1, 6)):
+            content = state.files[rng.choice(files)]
+            at, size = rng.randrange(len(content) + 1), rng.choice((1, 4, 40, 600))
+            other = state.files[rng.choice(files)]
+            start = rng.randrange(len(other) + 1)
+            match rng.randrange(4):
+                case 0:
+                    content[at : at + size] = rng.randbytes(size)
+                case 1:
+                    content[at : at + size] = other[start : start + size]
+                case 2:
+                    content[at:at] = other[start : start + size]
+                case _:
+                    del content[at : at + size]
+        for options in ({"read_only": True}, {"strict": False}):
+            with contextlib.suppress(CorruptTree, IncompatibleStore):
+                log = opened(state, **options)
+                found = []
+                for entry in log.entries():
+                    with contextlib.suppress(CorruptTree):
+                        found.append(log.read(entry))
+                assert set(found) <= set(flat(batches))
+                kill(log)
+
+
 def outcome(disk: Disk) -> tuple[list[bytes] | None, bool, int]:
     """What a strict open gives: the records, or None; whether reading met damage; what was cut."""
     try:
@@ -765,6 +802,34 @@ def test_d03_what_was_said_to_be_lost_does_not_come_back() -> None:
             log = opened(disk.crash(rng, events), read_only=True)
             assert records_of(log) in ([b"before"], [b"before", b"x"])
             log.close()
+
+
+class ReadInBetween(Disk):
+    """A reader looks before anything is taken back."""
+
+    reader: SegmentLog | None = None
+
+    def ftruncate(self, fd: int, size: int) -> None:
+        if self.reader is not None:
+            self.reader.refresh()
+        super().ftruncate(fd, size)
+
+
+def test_a_reader_that_saw_what_was_taken_back_is_told() -> None:
+    disk = ReadInBetween()
+    log = opened(disk)
+    log.wait(log.enqueue(batch_of(b"before")))
+    disk.reader = reader = opened(disk, read_only=True)
+    disk.fault = Fault(1, errno.EIO, frozenset({"pwrite"}), part=1.0)
+    with pytest.raises(StoreFailed):
+        log.wait(log.enqueue(batch_of(b"lost")))
+    disk.reader = None
+    assert len(reader.entries()) == 2
+    log.wait(log.enqueue(batch_of(b"after, and longer")))
+    with pytest.raises(CorruptTree, match="open the log again"):
+        reader.refresh()
+    assert records_of(opened(disk, read_only=True)) == records_of(log) == [b"before", b"after, and longer"]
+    log.close()
 
 
 @pytest.mark.parametrize("durability", DURABILITIES)

@@ -156,7 +156,8 @@ def everything(store: SessionStore) -> None:
     for name, node in (("main", placed), ("other", one), ("gone", two), ("main", calls)):
         session.set_head(name, node)
     session.drop_head("gone")
-    fork = store.fork(session, calls, "fork")  # takes both results along
+    fork = store.fork(session, calls, "fork")
+    store.fork(session, results[0], "fork beside a result").append(results[0], [44])  # takes the other one along
     deeper = append(fork, calls, a_turn(3))
     fork.set_head("main", deeper)
     again = store.fork(fork, append(fork, deeper, turn(61, 62)), "fork of a fork")
@@ -586,6 +587,10 @@ def test_d24_features_are_kept_once_for_each_content(tmp_path: Path) -> None:
     with SessionStore.open(tmp_path) as store:
         for number, _ in itertools.product(range(3), range(4)):
             store.put_features(an_image(number), {"pixel_values": pixels(number), "grid": np.array([[1, 2, 2]])})
+        files = [(file.name, file.stat().st_ino) for file in blob_files(tmp_path)]
+        store._features.clear()
+        store.put_features(an_image(2), {"pixel_values": pixels(2)})
+        assert [(file.name, file.stat().st_ino) for file in blob_files(tmp_path)] == files
         store.put_features(an_image(1), {"encoded": pixels(7).astype(np.float16)})
         assert len(blob_files(tmp_path)) == 3
         assert sum(file.stat().st_size for file in blob_files(tmp_path)) < 3 * 8000 + 2000 + 2000
@@ -1659,7 +1664,7 @@ def test_a_forked_child_may_only_read(durability: Durability, tmp_path: Path) ->
             ):
                 with pytest.raises(SessionTreeError):
                     write()
-            assert len(store.sessions()) == 5
+            assert len(store.sessions()) == 6
             assert store.get("fork").leaves()[0].stop > 0
             with suppress(SessionTreeError):
                 store.close()
@@ -2047,7 +2052,7 @@ class DiskMachine(RuleBasedStateMachine):
 
 
 DiskMachine.TestCase.settings = settings(
-    max_examples=5000 if SOAK else 500,
+    max_examples=5000 if SOAK else 300,
     stateful_step_count=50 if SOAK else 30,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -2257,7 +2262,7 @@ def test_c85_stores_of_a_newer_format_are_refused_untouched(tmp_path: Path) -> N
         assert {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()} == before
     file.write_bytes(good)
     with SessionStore.open(tmp_path / "store") as store:
-        assert len(store.sessions()) == 5
+        assert len(store.sessions()) == 6
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").write_text("mine")
     with pytest.raises(IncompatibleStore):
@@ -2404,6 +2409,20 @@ def test_c86_records_that_contradict_each_other(number: int) -> None:
     take_all(log_of([each if isinstance(each, bytes) else codec.encode(each) for each in given[number]]))
 
 
+@pytest.mark.parametrize("changed", [{"role": "system"}, {"key": "k"}, {"data": bytes(8)}, {"id": bytes(32)}])
+def test_c85_content_is_checked_against_its_id(changed: dict[str, Any]) -> None:
+    disk = Disk()
+    with open_on(disk) as store:
+        text_session(store).append(store.get("s").root, [1, 2])
+    records = records_of(disk)
+    at = next(number for number, record in enumerate(records) if codec.entry_of(record).kind == codec.NODE)
+    good = codec.decode(records[at])
+    assert isinstance(good, codec.NodeRecord)
+    records[at] = codec.encode(good._replace(**changed))
+    with open_on(log_of(records)) as store, pytest.raises(CorruptTree):
+        list(store.get("s").tree)
+
+
 @pytest.mark.parametrize("how", ["floats", "carried", "axes", "replayed"])
 def test_c81_positions_that_the_scheme_cannot_have_are_refused(how: str) -> None:
     """A digest covers no positions: they are checked against the scheme when a node is read."""
@@ -2430,3 +2449,23 @@ def test_c81_positions_that_the_scheme_cannot_have_are_refused(how: str) -> None
         return
     with open_on(hostile) as store, pytest.raises(CorruptTree):
         list(store.get("s").tree)
+
+
+@pytest.mark.parametrize("durability", ["commit", "group"])
+def test_d06_the_error_names_the_nodes_that_were_never_durable(durability: Durability) -> None:
+    disk = Disk()
+    store = prepared(disk, durability)
+    store.flush()
+    session = store.get("s")
+    fail(disk, 1, "fdatasync", forever=True)
+    before = {node.id for node in session.tree}
+    with pytest.raises(StoreFailed) as caught:
+        session.append(session.root, [8])
+        store.flush()
+    [lost] = caught.value.nodes
+    assert lost not in before
+    assert lost[:4].hex() in str(caught.value)
+    with pytest.raises(StoreFailed):
+        session.append(session.root, [9])
+    with suppress(StoreFailed):
+        store.close()

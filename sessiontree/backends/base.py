@@ -35,6 +35,9 @@ class Log(Protocol):
     def failed(self) -> bool: ...
 
     @property
+    def durable(self) -> int: ...
+
+    @property
     def leading(self) -> bool: ...
 
     @property

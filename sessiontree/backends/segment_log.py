@@ -424,7 +424,9 @@ class _Scan:
         try:
             window = _Window(self._system, fd)
             start, cover = self.at, None
-            if self._strict and not start.offset:
+            if start.offset:
+                self._still(window)
+            elif self._strict:
                 cover = self._use_cover(window)
             while self._frame(window) or self._bad(window, later):
                 pass
@@ -432,6 +434,16 @@ class _Scan:
                 self.walked.append((start, self.at, cover))
         finally:
             self._system.close(fd)
+
+    def _still(self, window: _Window) -> None:
+        """A writer may take back a frame whose write failed after a reader found it whole."""
+        header = _header(window.get(self.at.frame, _HEADER.size), self._keys, self.at.segment, self.at.frame)
+        if header is None or header.crc != self.at.frame_crc:
+            raise CorruptTree(
+                f"segment {self.at.segment}, offset {self.at.frame}: a frame that was read is there no more; open the log again",
+                segment=self.at.segment,
+                offset=self.at.frame,
+            )
 
     def _use_cover(self, window: _Window) -> _Cover | None:
         cover = self._cover(self.at.segment)
@@ -795,6 +807,7 @@ class SegmentLog:
             base, items, _, lost = self._queue
             if any(first <= after <= last for first, last, _ in lost):
                 raise WriteLost(f"{self._path}: batch {after} was lost, and what was to be written rests on it")
+            base, items, _, _ = self._queue  # anew: a signal handler may have come in since
             if told[0] is not expected:  # from here to the call nothing comes in between
                 raise Overtaken(f"{self._path}: something else was put in line meanwhile")
             if batch:
@@ -1178,7 +1191,8 @@ class SegmentLog:
         if not self._identify():
             self._format()
         system.fsync_dir(self._path)
-        system.fsync_dir(os.path.dirname(self._path))
+        with suppress(PermissionError):  # a parent that may not be read: its owner made this directory, and synced it or not
+            system.fsync_dir(os.path.dirname(self._path))
         system.mkdir(self._segments)
         system.fsync_dir(self._path)
         self._recover()
@@ -1249,6 +1263,8 @@ class SegmentLog:
         at = scan.tail[0].offset if scan.tail else end.offset
         while at < end.offset:
             data = window.get(at, min(_CHUNK, end.offset - at))
+            if not data:
+                raise _damaged(end.segment, at, "the file was cut while it was opened")
             _write(system, fd, data, at)
             at += len(data)
         system.fdatasync(fd)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sessiontree.backends import segment_log
+from sessiontree.backends import frames, scan, segment_log
 from sessiontree.backends.base import Durability, WriteLost
 from sessiontree.backends.segment_log import ENTRY, PREFIX_SIZE, SegmentLog
 from sessiontree.backends.system import System
@@ -558,9 +558,9 @@ def test_a_directory_of_other_things_is_refused_and_untouched() -> None:
 def test_a_frame_of_a_newer_version_is_refused_and_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     disk = killed_disk(some_batches(3, random.Random(16)))
     log = opened(disk)
-    monkeypatch.setattr(segment_log, "VERSION", 2)
+    monkeypatch.setattr(frames, "VERSION", 2)
     store(log, some_batches(1, random.Random(16)))
-    monkeypatch.setattr(segment_log, "VERSION", 1)
+    monkeypatch.setattr(frames, "VERSION", 1)
     kill(log)
     before = bytes(disk.content(".seg"))
     for strict in (True, False):
@@ -590,9 +590,9 @@ def test_frames_of_another_store_or_place_are_no_frames() -> None:
 # sidecars -------------------------------------------------------------------------------------------------------------------
 
 
-def cover_of(disk: Disk, log: SegmentLog, segment: int) -> segment_log._Cover | None:
+def cover_of(disk: Disk, log: SegmentLog, segment: int) -> frames.Cover | None:
     assert log._keys is not None
-    return segment_log._read_cover(disk, f"{ROOT}/segments/{segment:08d}.idx", log._keys, segment)
+    return frames.read_cover(disk, f"{ROOT}/segments/{segment:08d}.idx", log._keys, segment)
 
 
 def test_a_sidecar_that_is_missing_stale_damaged_foreign_or_too_new_changes_nothing() -> None:
@@ -643,7 +643,7 @@ def test_after_a_clean_close_nothing_is_scanned(monkeypatch: pytest.MonkeyPatch)
     log = opened(disk, segment_bytes=2000)
     store(log, batches)
     log.close()
-    monkeypatch.setattr(segment_log._Scan, "_record", lambda *_: pytest.fail("a record was read"))
+    monkeypatch.setattr(scan.Scan, "_record", lambda *_: pytest.fail("a record was read"))
     log = opened(disk)
     assert records_of(log) == flat(batches)
     log.close()
@@ -968,7 +968,7 @@ class Interrupt:
         self._last: dict[FrameType, str] = {}
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename != segment_log.__file__:
+        if frame.f_code.co_filename not in (segment_log.__file__, frames.__file__, scan.__file__):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode" and self.left >= 0:

@@ -42,566 +42,51 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from struct import Struct
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from weakref import WeakSet
 from zlib import crc32
 
 import numpy as np
-import numpy.typing as npt
 
 from sessiontree.backends.base import Durability, Overtaken, WriteLost
+from sessiontree.backends.frames import (
+    CHUNK,
+    ENTRY,
+    FRAME_OVERHEAD,
+    HEAD,
+    PREFIX_SIZE,
+    VERSION,
+    End,
+    Entries,
+    Frame,
+    Keys,
+    Records,
+    Window,
+    block_of,
+    build_frame,
+    read_file,
+    segment_path,
+    write_all,
+    write_new,
+)
+from sessiontree.backends.scan import Scan
 from sessiontree.backends.system import System
 from sessiontree.errors import CorruptTree, IncompatibleStore, LimitExceeded, StoreClosed, StoreFailed, StoreLocked
 from sessiontree.locks import new_lock
 
 __all__ = ["ENTRY", "PREFIX_SIZE", "Durability", "SegmentLog"]
 
-Entries = npt.NDArray[np.void]
-Records = Sequence[tuple[bytes, bytes]]
-
-# What the index keeps of a record: the prefix that its writer gives, then its place.
-ENTRY: Final = np.dtype(
-    [
-        ("kind", "u1"),
-        ("session", "<u4"),
-        ("ordinal", "<u4"),
-        ("parent", "<u4"),
-        ("id", "V32"),
-        ("key", "<u8"),
-        ("segment", "<u4"),
-        ("offset", "<u8"),
-        ("length", "<u4"),
-        ("crc", "<u4"),
-    ]
-)
-_PLACE: Final = Struct("<IQII")
-PREFIX_SIZE: Final = ENTRY.itemsize - _PLACE.size
-
-VERSION: Final = 1
-_HEADER: Final = Struct("<4sB3xIIQQII")
-_HEAD: Final = Struct("<III")
-_CRC: Final = Struct("<I")
-_BLOCK: Final = Struct("<4sB3xIIQQQQQII")
-_FRAME_MAGIC: Final = b"\xf5stf"
-_BLOCK_MAGIC: Final = b"\xf5sti"
-_FRAME_OVERHEAD: Final = _HEADER.size + _CRC.size
-
 MAX_RECORD: Final = 2**28
 MAX_BATCH: Final = 2**31
 _FRAME_BYTES: Final = 2**20  # what one frame takes of what is pending, unless one batch alone is larger
-_CHUNK: Final = 2**20
 _BLOCK_ROWS: Final = 4096
 _RESERVE: Final = 2**20
 _LOCK_SECONDS: Final = 0.8
 _POLL: Final = (0.002, 0.05)  # seconds between two looks of the background thread: after work, and at most
 _PATIENCE: Final = 0.001
 _CACHED_FILES: Final = 128
-_MASK: Final = 0xFFFFFFFF
-_HELD = 5120  # crc32 keeps the GIL up to this length
-_SLICED = 2**16
-
-
-def _checksum(data: bytes, seed: int) -> int:
-    """crc32 that gives the GIL away only for long data: to get it back beside a busy thread costs 5 ms."""
-    if len(data) <= _HELD or len(data) > _SLICED:
-        return crc32(data, seed)
-    view = memoryview(data)
-    for start in range(0, len(data), _HELD):
-        seed = crc32(view[start : start + _HELD], seed)
-    return seed
-
-
-# frames ---------------------------------------------------------------------------------------------------------------------
-
-
-class _End(NamedTuple):
-    """A place between two frames: what lies before it, and the last frame there."""
-
-    segment: int = 0
-    offset: int = 0
-    sequence: int = 0
-    records: int = 0
-    frame: int = 0  # offset of the last frame in this segment
-    frame_crc: int = 0
-    fd: int = -1
-
-    @property
-    def marked(self) -> bool:
-        """Whether the last frame is the empty one of a clean close."""
-        return self.offset - self.frame == _FRAME_OVERHEAD
-
-
-class _Frame(NamedTuple):
-    first: int  # numbers of the batches in it
-    last: int
-    data: bytes
-    rows: bytes
-    end: _End  # behind it
-
-
-class _Header(NamedTuple):
-    records: int
-    sequence: int
-    synced: int
-    length: int
-    crc: int
-
-
-class _Keys(NamedTuple):
-    """What binds bytes to their store. Nothing that users store can hold a record's magic but by chance."""
-
-    seed: int
-    magic: int
-
-    @classmethod
-    def of(cls, store: bytes) -> _Keys:
-        seed = crc32(store)
-        return cls(seed, crc32(b"record", seed))
-
-
-def _build(keys: _Keys, at: _End, synced: int, first: int, batches: Sequence[Records]) -> _Frame:
-    seed, magic = keys
-    parts: list[bytes] = [b""]
-    rows: list[bytes] = []
-    place = at.offset + _HEADER.size
-    for records in batches:
-        for record, prefix in records:
-            length = len(record)
-            crc = _checksum(record, seed ^ length)
-            place += _HEAD.size
-            parts.append(_HEAD.pack(magic, length, crc))
-            parts.append(record)
-            rows.append(prefix)
-            rows.append(_PLACE.pack(at.segment, place, length, crc))
-            place += length
-    count = len(rows) // 2
-    header = _HEADER.pack(_FRAME_MAGIC, VERSION, at.segment, count, at.sequence + 1, synced, place - at.offset - _HEADER.size, 0)[
-        : -_CRC.size
-    ]
-    crc = crc32(header, (seed ^ at.offset) & _MASK)
-    parts[0] = header + _CRC.pack(crc)
-    parts.append(_CRC.pack(crc32(b"".join(parts[1::2]), crc)))
-    end = _End(at.segment, place + _CRC.size, at.sequence + 1, at.records + count, at.offset, crc, at.fd)
-    return _Frame(first, first + len(batches) - 1, b"".join(parts), b"".join(rows), end)
-
-
-def _header(data: bytes, keys: _Keys, segment: int, offset: int) -> _Header | None:
-    """The header that stands there, if it was written for this place. Raises IncompatibleStore for a newer version's."""
-    if len(data) < _HEADER.size or data[:4] != _FRAME_MAGIC:
-        return None
-    _, version, at, count, sequence, synced, length, crc = _HEADER.unpack(data)
-    if crc != crc32(data[: -_CRC.size], (keys.seed ^ offset) & _MASK) or at != segment:
-        return None
-    if version != VERSION:
-        raise IncompatibleStore(f"segment {segment}, offset {offset}: a frame of version {version}; this reads {VERSION}")
-    return _Header(count, sequence, synced, length, crc)
-
-
-# files ----------------------------------------------------------------------------------------------------------------------
-
-
-class _Window:
-    """Buffered reads of one file, which may grow. Holds one chunk, or what one call asked for; ``forget`` drops it."""
-
-    def __init__(self, system: System, fd: int) -> None:
-        self._system = system
-        self._fd = fd
-        self._start = 0
-        self._data = b""
-
-    def forget(self) -> None:
-        self._data = b""
-
-    def size(self) -> int:
-        return self._system.size(self._fd)
-
-    def _fill(self, offset: int, length: int = _CHUNK) -> None:
-        parts: list[bytes] = []
-        got = 0
-        while got < length and (part := self._system.pread(self._fd, length - got, offset + got)):
-            parts.append(part)
-            got += len(part)
-        self._start, self._data = offset, parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def get(self, offset: int, length: int) -> bytes:
-        """That many bytes, fewer at the end of the file."""
-        start = offset - self._start
-        if start < 0 or start + length > len(self._data):
-            self._fill(offset, max(length, _CHUNK))
-            start = 0
-        return self._data[start : start + length]
-
-    def find(self, pattern: bytes, start: int) -> int:
-        """The first place of pattern at or after start; -1 without one."""
-        while True:
-            if not self._start <= start <= self._start + len(self._data) - len(pattern):
-                self._fill(start)
-            hit = self._data.find(pattern, start - self._start)
-            if hit >= 0:
-                return self._start + hit
-            if len(self._data) < _CHUNK:
-                return -1
-            start = self._start + len(self._data) - len(pattern) + 1
-
-    def filled(self, start: int) -> int:
-        """Where the bytes from start on end, trailing zeros left out."""
-        stop = start
-        while data := self.get(start, _CHUNK):
-            if used := len(data.rstrip(b"\0")):
-                stop = start + used
-            start += len(data)
-        return stop
-
-
-def _read_all(system: System, path: str) -> bytes | None:
-    try:
-        fd = system.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        return _Window(system, fd).get(0, system.size(fd))
-    finally:
-        system.close(fd)
-
-
-def _write_new(system: System, path: str, data: bytes, *, sync: bool) -> None:
-    """Put a whole file in place by renaming it. The name is durable after the directory's sync."""
-    new = path + ".new"
-    fd = system.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-    try:
-        _write(system, fd, data, 0)
-        if sync:
-            system.fdatasync(fd)
-    finally:
-        system.close(fd)
-    system.rename(new, path)
-
-
-def _write(system: System, fd: int, data: bytes, offset: int) -> None:
-    done = system.pwrite(fd, data, offset)
-    while done < len(data):
-        more = system.pwrite(fd, memoryview(data)[done:], offset + done)
-        if not more:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        done += more
-
-
-def _segment_path(directory: str, segment: int, suffix: str) -> str:
-    return f"{directory}/{segment:08d}.{suffix}"
-
-
-# sidecars -------------------------------------------------------------------------------------------------------------------
-
-
-class _Cover(NamedTuple):
-    """The valid blocks of one sidecar."""
-
-    rows: list[memoryview]
-    first: int  # sequences
-    last: int
-    records: int
-    stop: int  # offset in the segment
-    frame: int  # the last covered frame: its offset and the crc of its header
-    frame_crc: int
-    size: int  # bytes of the sidecar
-    whole: bool  # nothing else is in the file
-
-
-def _block(keys: _Keys, start: _End, stop: _End, rows: Entries) -> bytes:
-    header = _BLOCK.pack(
-        _BLOCK_MAGIC,
-        VERSION,
-        stop.segment,
-        len(rows),
-        start.sequence + 1,
-        stop.sequence,
-        start.offset,
-        stop.offset,
-        stop.frame,
-        stop.frame_crc,
-        0,
-    )[: -_CRC.size]
-    data = rows.tobytes()
-    return header + _CRC.pack(crc32(data, crc32(header, keys.seed))) + data
-
-
-def _read_cover(system: System, path: str, keys: _Keys, segment: int) -> _Cover | None:
-    """What a sidecar covers; None for one that is missing or that starts with no valid block."""
-    data = _read_all(system, path)
-    if data is None:
-        return None
-    view = memoryview(data)
-    cover: _Cover | None = None
-    at = 0
-    while at + _BLOCK.size <= len(view):
-        magic, version, owner, count, first, last, start, stop, frame, frame_crc, crc = _BLOCK.unpack_from(view, at)
-        body = at + _BLOCK.size
-        rows = view[body : body + count * ENTRY.itemsize]
-        if magic != _BLOCK_MAGIC or version != VERSION or owner != segment or len(rows) != count * ENTRY.itemsize:
-            break
-        if crc != crc32(rows, crc32(view[at : body - _CRC.size], keys.seed)):
-            break
-        if (start, first) != ((cover.stop, cover.last + 1) if cover else (0, first)):
-            break
-        at = body + len(rows)
-        known = cover or _Cover([], first, 0, 0, 0, 0, 0, 0, False)
-        known.rows.append(rows)
-        cover = _Cover(known.rows, known.first, last, known.records + count, stop, frame, frame_crc, at, at == len(view))
-    return cover
-
-
-# scanning -------------------------------------------------------------------------------------------------------------------
-
-
-class _Scan:
-    """Reads on from ``at``. Never writes. What it found since ``take`` was last called is in ``rows``."""
-
-    def __init__(
-        self, system: System, directory: str, keys: _Keys, entry_of: Callable[[bytes], bytes], strict: bool, at: _End
-    ) -> None:
-        self._system = system
-        self._directory = directory
-        self._keys = keys
-        self._entry_of = entry_of
-        self._strict = strict
-        self.at = at
-        self.synced = at.sequence
-        self.torn = 0  # bytes after the last frame that are no frame
-        self.sealed = False  # nothing may be appended to the last segment
-        self.damaged: list[tuple[int, int, int]] = []
-        self.tail: deque[_End] = deque()  # ends before the frames of this segment that are not known to be synced
-        self.walked: list[tuple[_End, _End, _Cover | None]] = []  # of each segment: from, to, its sidecar
-        self._rows: list[bytes | memoryview] = []
-        self._gap = False  # sequences may jump: damage that was reported hides how many are missing
-        self._covers: dict[int, _Cover | None] = {}
-        self._checked = False  # the rest of this segment was looked at once
-        self._sidecars: list[int] = []
-
-    def take(self) -> list[bytes | memoryview]:
-        rows, self._rows = self._rows, []
-        return rows
-
-    def walk(self) -> None:
-        """Go on to the end of the log as it is now."""
-        try:
-            names = self._system.listdir(self._directory)
-        except FileNotFoundError:
-            return
-        segments = sorted(int(name[:-4]) for name in names if name.endswith(".seg") and name[:-4].isdigit())
-        self.walked = []
-        self._covers = {}
-        self._sidecars = [int(name[:-4]) for name in names if name.endswith(".idx") and name[:-4].isdigit()]
-        if not self.at.segment and (segments or self._sidecars):
-            self._enter(1)
-        while self.at.segment:
-            later = segments[-1:] > [self.at.segment]
-            self._walk_segment(later, self.at.segment in segments)
-            if not later:
-                break
-            self._enter(self.at.segment + 1)
-        self._covers = {}
-
-    def _enter(self, segment: int) -> None:
-        self.at = self.at._replace(segment=segment, offset=0, frame=0, frame_crc=0)
-        self.tail.clear()
-        self._checked = False
-
-    def _walk_segment(self, later: bool, exists: bool) -> None:
-        segment = self.at.segment
-        if not exists:
-            proof = self._proof(None)
-            if later or proof > self.at.sequence:
-                self._damage(self.at.offset, self.at.offset, "the segment is missing")
-                self._gap = self.sealed = True
-                self.at = self.at._replace(sequence=max(self.at.sequence, 0 if later else proof))
-            else:
-                self.at = self.at._replace(segment=segment - 1)
-            return
-        fd = self._system.open(_segment_path(self._directory, segment, "seg"), os.O_RDONLY)
-        try:
-            window = _Window(self._system, fd)
-            start, cover = self.at, None
-            if start.offset:
-                self._still(window)
-            elif self._strict:
-                cover = self._use_cover(window)
-            while self._frame(window) or self._bad(window, later):
-                pass
-            if not start.offset:
-                self.walked.append((start, self.at, cover))
-        finally:
-            self._system.close(fd)
-
-    def _still(self, window: _Window) -> None:
-        """A writer may take back a frame whose write failed after a reader found it whole."""
-        header = _header(window.get(self.at.frame, _HEADER.size), self._keys, self.at.segment, self.at.frame)
-        if header is None or header.crc != self.at.frame_crc:
-            raise CorruptTree(
-                f"segment {self.at.segment}, offset {self.at.frame}: a frame that was read is there no more; open the log again",
-                segment=self.at.segment,
-                offset=self.at.frame,
-            )
-
-    def _use_cover(self, window: _Window) -> _Cover | None:
-        cover = self._cover(self.at.segment)
-        if cover is None or cover.first != self.at.sequence + 1 or cover.stop > window.size():
-            return None
-        header = _header(window.get(cover.frame, _HEADER.size), self._keys, self.at.segment, cover.frame)
-        if header is None or (header.sequence, header.crc) != (cover.last, cover.frame_crc):
-            return None
-        if cover.frame + _FRAME_OVERHEAD + header.length != cover.stop:
-            return None
-        self._rows.extend(cover.rows)
-        count = self.at.records + cover.records
-        self.at = _End(self.at.segment, cover.stop, cover.last, count, cover.frame, cover.frame_crc)
-        self.synced = max(self.synced, cover.last)
-        return cover
-
-    def _frame(self, window: _Window) -> bool:
-        """Read the frame at ``at`` if it is whole and the next in sequence."""
-        at = self.at
-        header = _header(window.get(at.offset, _HEADER.size), self._keys, at.segment, at.offset)
-        if header is None or not self._next(header):
-            return False
-        rows: list[bytes] = []
-        heads: list[bytes] = []
-        place = at.offset + _HEADER.size
-        stop = place + header.length
-        for _ in range(header.records):
-            found = self._record(window, place, stop)
-            if found is None:
-                return False
-            head, row, place = found
-            heads.append(head)
-            rows.append(row)
-        if place != stop or window.get(stop, _CRC.size) != _CRC.pack(crc32(b"".join(heads), header.crc)):
-            return False
-        self._rows.append(b"".join(rows))
-        self._gap = False
-        self.tail.append(at)
-        self.at = _End(at.segment, stop + _CRC.size, header.sequence, at.records + header.records, at.offset, header.crc)
-        self.synced = max(self.synced, header.synced)
-        while self.tail and self.tail[0].sequence < self.synced:
-            self.tail.popleft()
-        return True
-
-    def _next(self, header: _Header) -> bool:
-        return header.sequence == self.at.sequence + 1 or (self._gap and header.sequence > self.at.sequence)
-
-    def _record(self, window: _Window, place: int, stop: int) -> tuple[bytes, bytes, int] | None:
-        """The record whose head stands at place, if it is whole: head, row, where it ends."""
-        head = window.get(place, _HEAD.size)
-        if len(head) < _HEAD.size:
-            return None
-        magic, length, crc = _HEAD.unpack(head)
-        place += _HEAD.size
-        if magic != self._keys.magic or place + length > stop:
-            return None
-        record = window.get(place, length)
-        if len(record) < length or crc32(record, self._keys.seed ^ length) != crc:
-            return None
-        row = self._entry_of(record) + _PLACE.pack(self.at.segment, place, length, crc)
-        if len(row) != ENTRY.itemsize:
-            raise ValueError(f"entry_of gave {len(row) - _PLACE.size} bytes; an entry's prefix has {PREFIX_SIZE}")
-        return head, row, place + length
-
-    def _bad(self, window: _Window, later: bool) -> bool:
-        """No next frame stands at ``at``. False: the segment ends here. True: go on, behind damage or with a frame that came."""
-        at = self.at
-        if self._checked and not later and not any(window.get(at.offset, _HEADER.size)):
-            return False
-        stop = window.filled(at.offset)
-        if stop == at.offset and later:
-            return False
-        if not later and self._proof(window) <= at.sequence:
-            self.torn = stop - at.offset
-            self._checked = True
-            return False
-        window.forget()  # a writer may have been in the middle of it
-        if self._frame(window):
-            return True
-        cover = self._cover(at.segment)
-        return self._skip(window, max(stop, min(cover.stop, window.size())) if cover else stop, later)
-
-    def _proof(self, window: _Window | None) -> int:
-        """A sequence known to be synced, from sidecars and from what stands behind ``at``: the first that is enough."""
-        proof = self.synced
-        for segment in self._sidecars:
-            if segment >= self.at.segment and (cover := self._cover(segment)):
-                proof = max(proof, cover.last)
-        if window is not None and proof <= self.at.sequence:
-            for _, header in self._headers(window, self.at.offset):
-                if header.synced > self.at.sequence:
-                    return header.synced
-        return proof
-
-    def _headers(self, window: _Window, start: int) -> Iterator[tuple[int, _Header]]:
-        while (start := window.find(_FRAME_MAGIC, start)) >= 0:
-            header = _header(window.get(start, _HEADER.size), self._keys, self.at.segment, start)
-            if header is not None and header.sequence > self.at.sequence:
-                yield start, header
-            start += 1
-
-    def _cover(self, segment: int) -> _Cover | None:
-        if segment not in self._covers:
-            path = _segment_path(self._directory, segment, "idx")
-            self._covers[segment] = _read_cover(self._system, path, self._keys, segment)
-        return self._covers[segment]
-
-    def _damage(self, start: int, stop: int, what: str) -> None:
-        segment = self.at.segment
-        if self._strict:
-            raise CorruptTree(
-                f"segment {segment}, offset {start}: {what}; frame {self.at.sequence + 1} was synced",
-                segment=segment,
-                offset=start,
-            )
-        self.damaged.append((segment, start, stop))
-
-    def _skip(self, window: _Window, stop: int, later: bool) -> bool:
-        """Note the damage at ``at``, keep the records in it that are whole, and go behind it."""
-        at = self.at
-        start, header = next(self._headers(window, at.offset), (stop, None))
-        if header is None or start > at.offset:
-            self._salvage(window, at.offset, start)
-            self.at = self.at._replace(offset=start)
-            self._gap = True
-        elif not self._next(header):
-            self._damage(at.offset, at.offset, f"frame {header.sequence} stands here")
-            self._gap = True
-        else:
-            body = at.offset + _HEADER.size
-            self._salvage(window, body, min(body + header.length, window.size()), body + header.length + _CRC.size)
-            end = at.offset + _FRAME_OVERHEAD + header.length
-            self.at = self.at._replace(offset=end, sequence=header.sequence, frame=at.offset, frame_crc=header.crc)
-        if header is None and not later:
-            self.at = self.at._replace(sequence=max(self.at.sequence, self._proof(None)))
-            self.sealed = True
-        return header is not None
-
-    def _salvage(self, window: _Window, start: int, stop: int, footer: int = 0) -> None:
-        magic = _CRC.pack(self._keys.magic)
-        rows: list[bytes] = []
-        done, place = start, window.find(magic, start)
-        gaps = 0
-        while 0 <= place < stop:
-            found = self._record(window, place, stop)
-            if found is None:
-                place = window.find(magic, place + 1)
-                continue
-            if place > done:
-                self._damage(done, place, "no whole frame")
-                gaps += 1
-            rows.append(found[1])
-            done = found[2]
-            place = window.find(magic, done)
-        if done < stop or not gaps:
-            self._damage(done, max(stop, footer), "no whole frame")
-        self._rows.append(b"".join(rows))
-        self.at = self.at._replace(records=self.at.records + len(rows))
 
 
 class _Table:
@@ -639,7 +124,7 @@ _open_logs: Final[WeakSet[SegmentLog]] = WeakSet()
 _Lost = tuple[int, int, OSError]
 # Number of the last batch that was taken; batches after it; the frame being written; batches that were rolled back.
 # One tuple, put in place by one assignment: an interrupt, a signal handler or a fork finds this state or the next.
-_Queue = tuple[int, list[Records], _Frame | None, tuple[_Lost, ...]]
+_Queue = tuple[int, list[Records], Frame | None, tuple[_Lost, ...]]
 
 
 class SegmentLog:
@@ -667,7 +152,7 @@ class SegmentLog:
         self._strict = strict
         self._system = system
         self._pid = os.getpid()
-        self._keys: _Keys | None = None
+        self._keys: Keys | None = None
         self._lock_fd = -1
         self._mutex = new_lock()
         self._writer = new_lock()
@@ -681,8 +166,8 @@ class SegmentLog:
         self._closed = False
         self._failure: tuple[str, OSError] | None = None
         self._table = _Table()
-        self._end = _End()
-        self._covered = _End()
+        self._end = End()
+        self._covered = End()
         self._index_size = 0
         self._room = 0
         self._synced = 0
@@ -692,7 +177,7 @@ class SegmentLog:
         self._due = 0
         self._crowd = 0  # batches in the last frame that was synced
         self._patience = 0.0
-        self._scan: _Scan | None = None
+        self._scan: Scan | None = None
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self.recovered_bytes = 0
@@ -798,7 +283,7 @@ class SegmentLog:
                 raise ValueError(f"an entry prefix of {len(prefix)} bytes; it has {PREFIX_SIZE}")
             if len(record) > MAX_RECORD:
                 raise LimitExceeded(f"a record of {len(record)} bytes; at most {MAX_RECORD}", value=len(record), limit=MAX_RECORD)
-            total += _HEAD.size + len(record)
+            total += HEAD.size + len(record)
         if total > MAX_BATCH:
             raise LimitExceeded(f"a batch of {total} bytes; at most {MAX_BATCH}", value=total, limit=MAX_BATCH)
         with self._mutex:
@@ -983,7 +468,7 @@ class SegmentLog:
                 return False
             if frame.end is not self._end:  # an interrupt may have come between that and the rest of _publish
                 self._reserve(frame.end.offset)
-                _write(self._system, frame.end.fd, frame.data, frame.end.frame)
+                write_all(self._system, frame.end.fd, frame.data, frame.end.frame)
         except OSError as error:
             self._reject(error)
             return False
@@ -1002,13 +487,13 @@ class SegmentLog:
             while len(self._queue[1]) < self._crowd and time.perf_counter() < deadline:
                 time.sleep(0)
 
-    def _stage(self) -> _Frame | None:
+    def _stage(self) -> Frame | None:
         """Take what is in line, up to _FRAME_BYTES, and make its frame, in a new segment if this one is full."""
         assert self._keys is not None
         base, items, _, _ = self._queue
-        n, size = 0, _FRAME_OVERHEAD
+        n, size = 0, FRAME_OVERHEAD
         for batch in items:
-            more = sum([_HEAD.size + len(record) for record, _ in batch])
+            more = sum([HEAD.size + len(record) for record, _ in batch])
             if n and size + more > _FRAME_BYTES:
                 break
             n += 1
@@ -1018,13 +503,13 @@ class SegmentLog:
         end = self._end
         if end.fd < 0 or (end.offset and end.offset + size > self._segment_bytes):
             self._roll()
-        frame = _build(self._keys, self._end, self._synced, base + 1, items[:n])
+        frame = build_frame(self._keys, self._end, self._synced, base + 1, items[:n])
         with self._mutex:
             base, items, _, lost = self._queue
             self._queue = (base + n, items[n:], frame, lost)
         return frame
 
-    def _publish(self, frame: _Frame) -> None:
+    def _publish(self, frame: Frame) -> None:
         self._table.put(frame.end.records - len(frame.rows) // ENTRY.itemsize, [frame.rows])
         self._end = frame.end
         if self._durability != "relaxed":
@@ -1068,7 +553,7 @@ class SegmentLog:
             self._index()
             system.ftruncate(end.fd, end.offset)
             self._sync_fd(end.fd)
-        fd = system.open(_segment_path(self._segments, end.segment + 1, "seg"), os.O_RDWR | os.O_CREAT)
+        fd = system.open(segment_path(self._segments, end.segment + 1, "seg"), os.O_RDWR | os.O_CREAT)
         try:
             system.fsync_dir(self._segments)
         except OSError as error:
@@ -1092,16 +577,16 @@ class SegmentLog:
         except OSError:
             self._index_size = -1
 
-    def _append_block(self, start: _End, end: _End, size: int, sync: bool = False) -> int:
+    def _append_block(self, start: End, end: End, size: int, sync: bool = False) -> int:
         assert self._keys is not None
-        path = _segment_path(self._segments, end.segment, "idx")
-        data = _block(self._keys, start, end, self._table.view(end.records, start.records))
+        path = segment_path(self._segments, end.segment, "idx")
+        data = block_of(self._keys, start, end, self._table.view(end.records, start.records))
         if not size:
-            _write_new(self._system, path, data, sync=sync)
+            write_new(self._system, path, data, sync=sync)
             return len(data)
         fd = self._system.open(path, os.O_RDWR)
         try:
-            _write(self._system, fd, data, size)
+            write_all(self._system, fd, data, size)
             if sync:
                 self._system.fdatasync(fd)
         finally:
@@ -1117,8 +602,8 @@ class SegmentLog:
         with self._writer:
             try:
                 if not end.marked:
-                    frame = _build(self._keys, end, self._synced, 0, ())
-                    _write(self._system, end.fd, frame.data, end.offset)
+                    frame = build_frame(self._keys, end, self._synced, 0, ())
+                    write_all(self._system, end.fd, frame.data, end.offset)
                     self._system.ftruncate(end.fd, frame.end.offset)
                     self._system.fdatasync(end.fd)
                     self._end = frame.end
@@ -1171,7 +656,7 @@ class SegmentLog:
             return
         assert self._keys is not None
         if self._scan is None:
-            self._scan = _Scan(self._system, self._segments, self._keys, self._entry_of, self._strict, self._end._replace(fd=-1))
+            self._scan = Scan(self._system, self._segments, self._keys, self._entry_of, self._strict, self._end._replace(fd=-1))
         scan, start = self._scan, self._end.records
         try:
             scan.walk()
@@ -1212,7 +697,7 @@ class SegmentLog:
 
     def _identify(self) -> bool:
         """Read FORMAT; False where there is none."""
-        data = _read_all(self._system, self._path + "/FORMAT")
+        data = read_file(self._system, self._path + "/FORMAT")
         if data is None:
             return False
         words = data.split()
@@ -1223,26 +708,26 @@ class SegmentLog:
         body, _, crc = data.rstrip(b"\n").rpartition(b" ")
         if len(words) != 5 or crc != b"%08x" % crc32(body) or not data.endswith(b"\n"):
             raise CorruptTree(f"{self._path}/FORMAT does not match its checksum")
-        self._keys = _Keys.of(words[3])
+        self._keys = Keys.of(words[3])
         return True
 
     def _format(self) -> None:
         body = b"sessiontree log %d %s" % (VERSION, uuid.uuid4().hex.encode())
-        _write_new(self._system, self._path + "/FORMAT", body + b" %08x\n" % crc32(body), sync=True)
+        write_new(self._system, self._path + "/FORMAT", body + b" %08x\n" % crc32(body), sync=True)
         self._identify()
 
     def _recover(self) -> None:
         """Find the end of the log, cut what is torn, and make the rest durable again."""
         assert self._keys is not None
         system = self._system
-        scan = _Scan(system, self._segments, self._keys, self._entry_of, self._strict, _End())
+        scan = Scan(system, self._segments, self._keys, self._entry_of, self._strict, End())
         scan.walk()
         end = scan.at
         if rows := scan.take():
             self._table.put(0, rows)
         self.damaged = tuple(scan.damaged)
         if end.segment and not scan.sealed and not any(segment == end.segment for segment, _, _ in scan.damaged):
-            fd = system.open(_segment_path(self._segments, end.segment, "seg"), os.O_RDWR)
+            fd = system.open(segment_path(self._segments, end.segment, "seg"), os.O_RDWR)
             self._end = end = end._replace(fd=fd)
             self._renew(fd, scan)
             self._room = system.size(fd)
@@ -1254,22 +739,22 @@ class SegmentLog:
         system.fsync_dir(self._segments)
         self._rebuild_index(scan)
 
-    def _renew(self, fd: int, scan: _Scan) -> None:
+    def _renew(self, fd: int, scan: Scan) -> None:
         """Cut the torn tail, and store again what is not known to be synced."""
         system, end = self._system, scan.at
         if scan.torn:
             system.ftruncate(fd, end.offset)
-        window = _Window(system, fd)
+        window = Window(system, fd)
         at = scan.tail[0].offset if scan.tail else end.offset
         while at < end.offset:
-            data = window.get(at, min(_CHUNK, end.offset - at))
+            data = window.get(at, min(CHUNK, end.offset - at))
             if not data:
                 raise _damaged(end.segment, at, "the file was cut while it was opened")
-            _write(system, fd, data, at)
+            write_all(system, fd, data, at)
             at += len(data)
         system.fdatasync(fd)
 
-    def _rebuild_index(self, scan: _Scan) -> None:
+    def _rebuild_index(self, scan: Scan) -> None:
         """Write the sidecars that are missing or fall short, but for the last segment's if it only has to grow."""
         damaged = {segment for segment, _, _ in scan.damaged}
         for start, stop, cover in scan.walked:
@@ -1278,7 +763,7 @@ class SegmentLog:
             current = stop.segment == self._end.segment
             covered, size = start, 0
             if cover is not None and cover.whole:
-                covered = _End(stop.segment, cover.stop, cover.last, start.records + cover.records, cover.frame, cover.frame_crc)
+                covered = End(stop.segment, cover.stop, cover.last, start.records + cover.records, cover.frame, cover.frame_crc)
                 size = cover.size
             try:
                 if size == 0 or (covered.sequence < stop.sequence and not current):
@@ -1293,7 +778,7 @@ class SegmentLog:
         fd = self._files.get(segment)
         if fd is not None:
             return system.pread(fd, length, offset)
-        fd = system.open(_segment_path(self._segments, segment, "seg"), os.O_RDONLY)
+        fd = system.open(segment_path(self._segments, segment, "seg"), os.O_RDONLY)
         if len(self._files) < _CACHED_FILES and self._files.setdefault(segment, fd) == fd:
             return system.pread(fd, length, offset)
         try:

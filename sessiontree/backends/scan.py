@@ -1,0 +1,277 @@
+"""Finding what a log holds, from its sidecars and frames, and telling a torn tail from damage. Never writes."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from zlib import crc32
+
+from sessiontree.backends.frames import (
+    CRC,
+    ENTRY,
+    FRAME_MAGIC,
+    FRAME_OVERHEAD,
+    HEAD,
+    HEADER,
+    PLACE,
+    PREFIX_SIZE,
+    Cover,
+    End,
+    Header,
+    Keys,
+    Window,
+    header_at,
+    read_cover,
+    segment_path,
+)
+from sessiontree.backends.system import System
+from sessiontree.errors import CorruptTree
+
+
+class Scan:
+    """Reads on from ``at``. Never writes. What it found since ``take`` was last called is in ``rows``."""
+
+    def __init__(
+        self, system: System, directory: str, keys: Keys, entry_of: Callable[[bytes], bytes], strict: bool, at: End
+    ) -> None:
+        self._system = system
+        self._directory = directory
+        self._keys = keys
+        self._entry_of = entry_of
+        self._strict = strict
+        self.at = at
+        self.synced = at.sequence
+        self.torn = 0  # bytes after the last frame that are no frame
+        self.sealed = False  # nothing may be appended to the last segment
+        self.damaged: list[tuple[int, int, int]] = []
+        self.tail: deque[End] = deque()  # ends before the frames of this segment that are not known to be synced
+        self.walked: list[tuple[End, End, Cover | None]] = []  # of each segment: from, to, its sidecar
+        self._rows: list[bytes | memoryview] = []
+        self._gap = False  # sequences may jump: damage that was reported hides how many are missing
+        self._covers: dict[int, Cover | None] = {}
+        self._checked = False  # the rest of this segment was looked at once
+        self._sidecars: list[int] = []
+
+    def take(self) -> list[bytes | memoryview]:
+        rows, self._rows = self._rows, []
+        return rows
+
+    def walk(self) -> None:
+        """Go on to the end of the log as it is now."""
+        try:
+            names = self._system.listdir(self._directory)
+        except FileNotFoundError:
+            return
+        segments = sorted(int(name[:-4]) for name in names if name.endswith(".seg") and name[:-4].isdigit())
+        self.walked = []
+        self._covers = {}
+        self._sidecars = [int(name[:-4]) for name in names if name.endswith(".idx") and name[:-4].isdigit()]
+        if not self.at.segment and (segments or self._sidecars):
+            self._enter(1)
+        while self.at.segment:
+            later = segments[-1:] > [self.at.segment]
+            self._walk_segment(later, self.at.segment in segments)
+            if not later:
+                break
+            self._enter(self.at.segment + 1)
+        self._covers = {}
+
+    def _enter(self, segment: int) -> None:
+        self.at = self.at._replace(segment=segment, offset=0, frame=0, frame_crc=0)
+        self.tail.clear()
+        self._checked = False
+
+    def _walk_segment(self, later: bool, exists: bool) -> None:
+        segment = self.at.segment
+        if not exists:
+            proof = self._proof(None)
+            if later or proof > self.at.sequence:
+                self._damage(self.at.offset, self.at.offset, "the segment is missing")
+                self._gap = self.sealed = True
+                self.at = self.at._replace(sequence=max(self.at.sequence, 0 if later else proof))
+            else:
+                self.at = self.at._replace(segment=segment - 1)
+            return
+        fd = self._system.open(segment_path(self._directory, segment, "seg"), os.O_RDONLY)
+        try:
+            window = Window(self._system, fd)
+            start, cover = self.at, None
+            if start.offset:
+                self._still(window)
+            elif self._strict:
+                cover = self._use_cover(window)
+            while self._frame(window) or self._bad(window, later):
+                pass
+            if not start.offset:
+                self.walked.append((start, self.at, cover))
+        finally:
+            self._system.close(fd)
+
+    def _still(self, window: Window) -> None:
+        """A writer may take back a frame whose write failed after a reader found it whole."""
+        header = header_at(window.get(self.at.frame, HEADER.size), self._keys, self.at.segment, self.at.frame)
+        if header is None or header.crc != self.at.frame_crc:
+            raise CorruptTree(
+                f"segment {self.at.segment}, offset {self.at.frame}: a frame that was read is there no more; open the log again",
+                segment=self.at.segment,
+                offset=self.at.frame,
+            )
+
+    def _use_cover(self, window: Window) -> Cover | None:
+        cover = self._cover(self.at.segment)
+        if cover is None or cover.first != self.at.sequence + 1 or cover.stop > window.size():
+            return None
+        header = header_at(window.get(cover.frame, HEADER.size), self._keys, self.at.segment, cover.frame)
+        if header is None or (header.sequence, header.crc) != (cover.last, cover.frame_crc):
+            return None
+        if cover.frame + FRAME_OVERHEAD + header.length != cover.stop:
+            return None
+        self._rows.extend(cover.rows)
+        count = self.at.records + cover.records
+        self.at = End(self.at.segment, cover.stop, cover.last, count, cover.frame, cover.frame_crc)
+        self.synced = max(self.synced, cover.last)
+        return cover
+
+    def _frame(self, window: Window) -> bool:
+        """Read the frame at ``at`` if it is whole and the next in sequence."""
+        at = self.at
+        header = header_at(window.get(at.offset, HEADER.size), self._keys, at.segment, at.offset)
+        if header is None or not self._next(header):
+            return False
+        rows: list[bytes] = []
+        heads: list[bytes] = []
+        place = at.offset + HEADER.size
+        stop = place + header.length
+        for _ in range(header.records):
+            found = self._record(window, place, stop)
+            if found is None:
+                return False
+            head, row, place = found
+            heads.append(head)
+            rows.append(row)
+        if place != stop or window.get(stop, CRC.size) != CRC.pack(crc32(b"".join(heads), header.crc)):
+            return False
+        self._rows.append(b"".join(rows))
+        self._gap = False
+        self.tail.append(at)
+        self.at = End(at.segment, stop + CRC.size, header.sequence, at.records + header.records, at.offset, header.crc)
+        self.synced = max(self.synced, header.synced)
+        while self.tail and self.tail[0].sequence < self.synced:
+            self.tail.popleft()
+        return True
+
+    def _next(self, header: Header) -> bool:
+        return header.sequence == self.at.sequence + 1 or (self._gap and header.sequence > self.at.sequence)
+
+    def _record(self, window: Window, place: int, stop: int) -> tuple[bytes, bytes, int] | None:
+        """The record whose head stands at place, if it is whole: head, row, where it ends."""
+        head = window.get(place, HEAD.size)
+        if len(head) < HEAD.size:
+            return None
+        magic, length, crc = HEAD.unpack(head)
+        place += HEAD.size
+        if magic != self._keys.magic or place + length > stop:
+            return None
+        record = window.get(place, length)
+        if len(record) < length or crc32(record, self._keys.seed ^ length) != crc:
+            return None
+        row = self._entry_of(record) + PLACE.pack(self.at.segment, place, length, crc)
+        if len(row) != ENTRY.itemsize:
+            raise ValueError(f"entry_of gave {len(row) - PLACE.size} bytes; an entry's prefix has {PREFIX_SIZE}")
+        return head, row, place + length
+
+    def _bad(self, window: Window, later: bool) -> bool:
+        """No next frame stands at ``at``. False: the segment ends here. True: go on, behind damage or with a frame that came."""
+        at = self.at
+        if self._checked and not later and not any(window.get(at.offset, HEADER.size)):
+            return False
+        stop = window.filled(at.offset)
+        if stop == at.offset and later:
+            return False
+        if not later and self._proof(window) <= at.sequence:
+            self.torn = stop - at.offset
+            self._checked = True
+            return False
+        window.forget()  # a writer may have been in the middle of it
+        if self._frame(window):
+            return True
+        cover = self._cover(at.segment)
+        return self._skip(window, max(stop, min(cover.stop, window.size())) if cover else stop, later)
+
+    def _proof(self, window: Window | None) -> int:
+        """A sequence known to be synced, from sidecars and from what stands behind ``at``: the first that is enough."""
+        proof = self.synced
+        for segment in self._sidecars:
+            if segment >= self.at.segment and (cover := self._cover(segment)):
+                proof = max(proof, cover.last)
+        if window is not None and proof <= self.at.sequence:
+            for _, header in self._headers(window, self.at.offset):
+                if header.synced > self.at.sequence:
+                    return header.synced
+        return proof
+
+    def _headers(self, window: Window, start: int) -> Iterator[tuple[int, Header]]:
+        while (start := window.find(FRAME_MAGIC, start)) >= 0:
+            header = header_at(window.get(start, HEADER.size), self._keys, self.at.segment, start)
+            if header is not None and header.sequence > self.at.sequence:
+                yield start, header
+            start += 1
+
+    def _cover(self, segment: int) -> Cover | None:
+        if segment not in self._covers:
+            path = segment_path(self._directory, segment, "idx")
+            self._covers[segment] = read_cover(self._system, path, self._keys, segment)
+        return self._covers[segment]
+
+    def _damage(self, start: int, stop: int, what: str) -> None:
+        segment = self.at.segment
+        if self._strict:
+            raise CorruptTree(
+                f"segment {segment}, offset {start}: {what}; frame {self.at.sequence + 1} was synced",
+                segment=segment,
+                offset=start,
+            )
+        self.damaged.append((segment, start, stop))
+
+    def _skip(self, window: Window, stop: int, later: bool) -> bool:
+        """Note the damage at ``at``, keep the records in it that are whole, and go behind it."""
+        at = self.at
+        start, header = next(self._headers(window, at.offset), (stop, None))
+        if header is None or start > at.offset:
+            self._salvage(window, at.offset, start)
+            self.at = self.at._replace(offset=start)
+            self._gap = True
+        elif not self._next(header):
+            self._damage(at.offset, at.offset, f"frame {header.sequence} stands here")
+            self._gap = True
+        else:
+            body = at.offset + HEADER.size
+            self._salvage(window, body, min(body + header.length, window.size()), body + header.length + CRC.size)
+            end = at.offset + FRAME_OVERHEAD + header.length
+            self.at = self.at._replace(offset=end, sequence=header.sequence, frame=at.offset, frame_crc=header.crc)
+        if header is None and not later:
+            self.at = self.at._replace(sequence=max(self.at.sequence, self._proof(None)))
+            self.sealed = True
+        return header is not None
+
+    def _salvage(self, window: Window, start: int, stop: int, footer: int = 0) -> None:
+        magic = CRC.pack(self._keys.magic)
+        rows: list[bytes] = []
+        done, place = start, window.find(magic, start)
+        gaps = 0
+        while 0 <= place < stop:
+            found = self._record(window, place, stop)
+            if found is None:
+                place = window.find(magic, place + 1)
+                continue
+            if place > done:
+                self._damage(done, place, "no whole frame")
+                gaps += 1
+            rows.append(found[1])
+            done = found[2]
+            place = window.find(magic, done)
+        if done < stop or not gaps:
+            self._damage(done, max(stop, footer), "no whole frame")
+        self._rows.append(b"".join(rows))
+        self.at = self.at._replace(records=self.at.records + len(rows))

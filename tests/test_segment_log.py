@@ -9,10 +9,13 @@ import functools
 import hashlib
 import os
 import random
+import struct
 import subprocess
 import sys
 import threading
 import time
+import zlib
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, FrameType
@@ -451,6 +454,93 @@ def test_c85_mutated_files_give_typed_errors_and_nothing_that_was_not_stored() -
                         found.append(log.read(entry))
                 assert set(found) <= set(flat(batches))
                 kill(log)
+
+
+class CountedDisk(Disk):
+    """Counts the bytes that are read, and the most that one read asks for."""
+
+    read, asked = 0, 0
+
+    def pread(self, fd: int, length: int, offset: int) -> bytes:
+        data = super().pread(fd, length, offset)
+        self.read += len(data)
+        self.asked = max(self.asked, length)
+        return data
+
+
+def test_c85_mutated_frames_are_frames_of_the_log_or_none() -> None:
+    """Also with checksums that were made to fit. In time and memory that the length of the file bounds, not what it says."""
+    rng = random.Random(31)
+    batches = some_batches(4, rng, size=60)
+    disk = killed_disk(batches)
+    log = opened(disk, read_only=True)
+    keys, stored = log._keys, set(records_of(log))
+    assert keys is not None
+    whole = bytes(disk.content(".seg"))
+    starts = [int(entry["offset"]) for entry in log.entries()]
+    log.close()
+    frame_starts = [at for at in range(len(whole)) if whole.startswith(frames.FRAME_MAGIC, at)]
+    assert len(frame_starts) == 4
+    disk = CountedDisk(disk.names, disk.files)
+    file = disk.names[disk.path(".seg")]
+    outcomes: Counter[str] = Counter()
+
+    def forge(data: bytearray) -> None:
+        """Change a field of a header, with checksums that fit."""
+        start = rng.choice(frame_starts)
+        fields = list(frames.HEADER.unpack_from(data, start))
+        which = rng.randrange(2, 7)
+        fields[which] = rng.choice((0, 1, fields[which] + 1, fields[which] - 1, 2**31, 2**32 - 1)) % 2**32
+        header = frames.HEADER.pack(*fields)[:-4]
+        crc = zlib.crc32(header, (keys.seed ^ start) & 0xFFFFFFFF)
+        data[start : start + 40] = header + struct.pack("<I", crc)
+        stop = start + 40 + fields[6]
+        if rng.random() < 0.3:  # a record that claims to be longer than the file
+            struct.pack_into("<I", data, start + 44, min(fields[6], rng.choice((2**24, 2**32 - 1))))
+        if rng.random() < 0.5 and stop + 4 <= len(data):
+            heads = [bytes(data[at - 12 : at]) for at in starts if start < at <= stop][: fields[3]]
+            data[stop : stop + 4] = struct.pack("<I", zlib.crc32(b"".join(heads), crc))
+
+    for _ in range(1_000_000 if SOAK else 20_000):
+        data = bytearray(whole)
+        forged = False
+        for _ in range(rng.choice((1, 1, 1, 2, 5))):
+            at, size = rng.randrange(len(data) + 1), rng.choice((1, 1, 4, 12, 40, 300))
+            other = rng.randrange(len(whole))
+            match rng.randrange(6):
+                case 0:
+                    data[at : at + 1] = bytes([rng.randrange(256)])
+                case 1:
+                    data[at : at + size] = rng.choice((rng.randbytes(size), bytes(size), frames.FRAME_MAGIC * (size // 4)))
+                case 2:
+                    data[at : at + size] = whole[other : other + size]
+                case 3:
+                    data[at:at] = whole[other : other + size]
+                case 4:
+                    del data[at : at + size]
+                case _ if len(data) == len(whole):
+                    forge(data)
+                    forged = True
+        disk.files[file] = data
+        disk.read = disk.asked = 0
+        strict = rng.random() < 0.5
+        walk = scan.Scan(disk, f"{ROOT}/segments", keys, entry_of, strict, frames.End())
+        try:
+            walk.walk()
+        except (CorruptTree, IncompatibleStore) as error:
+            assert strict or isinstance(error, IncompatibleStore)
+            outcomes[type(error).__name__] += 1
+        else:
+            rows = np.frombuffer(b"".join(walk.take()), ENTRY)
+            found = [bytes(data[row["offset"] : row["offset"] + row["length"]]) for row in rows]
+            assert set(found) <= stored
+            if strict and not forged:
+                cleanly_cut = len(data.rstrip(b"\0")) in (0, *frame_starts)
+                assert prefix_length(found, batches) == len(batches) or walk.torn or cleanly_cut
+            outcomes["damage" if walk.damaged else "torn" if walk.torn else "whole"] += 1
+        assert disk.asked <= frames.CHUNK and disk.read <= 40 * len(data) + 4096
+        assert not disk._handles
+    assert set(outcomes) == {"CorruptTree", "IncompatibleStore", "damage", "torn", "whole"}, outcomes
 
 
 def outcome(disk: Disk) -> tuple[list[bytes] | None, bool, int]:

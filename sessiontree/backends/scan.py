@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from zlib import crc32
 
 from sessiontree.backends.frames import (
+    CHUNK,
     CRC,
     ENTRY,
     FRAME_MAGIC,
@@ -172,6 +173,8 @@ class Scan:
         magic, length, crc = HEAD.unpack(head)
         place += HEAD.size
         if magic != self._keys.magic or place + length > stop:
+            return None
+        if length > CHUNK and place + length > window.size():  # forged: do not make room for it
             return None
         record = window.get(place, length)
         if len(record) < length or crc32(record, self._keys.seed ^ length) != crc:

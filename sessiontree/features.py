@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, NoReturn, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sessiontree.errors import KeyTaken, LimitExceeded, NeedsMedia, OutOfRange, SessionTreeError
+from sessiontree.errors import KeyTaken, LimitExceeded, NeedsMedia, OutOfRange, SessionTreeError, StoreClosed
 from sessiontree.frozen import Sealed, checked_text, no_subclasses, seal, to_numpy
 from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
@@ -325,8 +325,10 @@ class FeatureStore:
 
     def _fetched(self, item: MediaItem, content: tuple[Any, ...]) -> Features | None:
         """What lies in files, now held."""
-        if self.files is None or self._closed:
+        if self.files is None:
             return None
+        if self._closed:
+            raise StoreClosed("this store is closed; what lies in its files is not read")
         arrays = self.files.get(content)
         return None if arrays is None else self._put(item, content, arrays)
 

@@ -185,6 +185,7 @@ class Journal:
         self._lock = new_lock()
         self._underway: deque[tuple[int, tuple[bytes, ...]]] = deque()  # ids of nodes that may not be durable, by what to wait for
         self._ids: dict[str, int] = {}  # numbers of sessions that were found or made, by id
+        self._listed: tuple[str, ...] = ()  # ids of the sessions that the log was seen to hold
         self._indexes: WeakValueDictionary[int, StoredIndex] = WeakValueDictionary()
         self._columns = columns = Columns(log.entries())
         later = np.flatnonzero((columns.kinds < codec.SESSION) | (columns.kinds > codec.ALIAS))
@@ -258,14 +259,14 @@ class Journal:
         try:
             self._log.wait(number)
         except StoreFailed as error:
-            raise self._naming(error) from error
+            raise self._naming(error) from error.__cause__
 
     def flush(self) -> None:
         """Until everything is on disk. Raises StoreFailed naming the nodes that never will be."""
         try:
             self._log.flush()
         except StoreFailed as error:
-            raise self._naming(error) from error
+            raise self._naming(error) from error.__cause__
 
     def _naming(self, error: StoreFailed) -> StoreFailed:
         """The same error with the nodes that it is about."""
@@ -311,9 +312,12 @@ class Journal:
         """In the order they were created."""
         if self.follows:
             self._look()
-        columns = self._columns
-        stored = [self._session(columns, place).session_id for place in columns.places(codec.SESSION)]
-        return tuple(dict.fromkeys([*stored, *self._ids]))
+        columns, listed = self._columns, self._listed
+        places = columns.places(codec.SESSION)
+        if len(listed) < len(places):
+            new = [self._session(columns, place).session_id for place in places[len(listed) :]]
+            listed = self._listed = listed + tuple(new)
+        return tuple(dict.fromkeys([*listed, *self._ids]))
 
     def has_more(self, number: int, count: int) -> bool:
         """Whether a session has more than the ``count`` nodes, root included, that somebody knows, or heads that moved."""

@@ -368,6 +368,8 @@ class Session:
         with self._lock:
             while True:
                 self._check_open()
+                if journal.failed:
+                    journal.flush()  # raises: to find what was there before would look like success
                 self._settle(journal)
                 before = self._written
                 after, result = operation(before)
@@ -629,24 +631,27 @@ class SessionStore:
         path_cache_bytes: int = DEFAULT_PATH_CACHE_BYTES,
         idle_ttl: float | None = None,
     ) -> SessionStore:
-        """A store in the directory ``path``, made if there is none.
+        """A store in the directory ``path``, made if there is none; its parent must be there.
 
         ``durability``: when a change is on disk. "commit": when the call that made it returns, and nobody sees it before.
         "group": soon after, many at a time; :meth:`flush` waits for it. "relaxed": at the next flush or close. ``read_only``:
-        beside a process that writes, following it at every :meth:`get` and :meth:`sessions`; nothing is created then.
-        ``strict``: refuse a store that is damaged before its end, instead of serving what is sound of it.
+        beside a process that writes, or before one does, following it at every :meth:`get` and :meth:`sessions`, which take the
+        sessions that were got before along; nothing is created then. ``strict``: refuse a store in which opening finds damage
+        before the end; what the sidecars vouch for is checked when it is read. False: read everything now, and serve what is sound
+        of it, to be read only: a head is then the last of which a sound record is left. See :attr:`damaged`.
 
         Sessions are read as they are asked for: opening looks at none of them, and reading a path takes memory for that path. A
         session that was closed is opened again by :meth:`get`. The rest as for :meth:`in_memory`.
 
         Raises StoreLocked within a second where another process writes to it, IncompatibleStore for a format or record type of
-        a newer version, CorruptTree for damage.
+        a newer version or a directory of something else, CorruptTree for damage, StoreFailed where the disk refuses.
         """
         store = cls(feature_bytes=feature_bytes, path_cache_bytes=path_cache_bytes, idle_ttl=idle_ttl)
-        store._features.files = FeatureFolder(os.path.join(os.fspath(path), "blobs"), read_only=read_only)
+        path = os.path.abspath(path)
         store._journal = Journal.open(
             path, store._features, store._paths, durability=durability, read_only=read_only, strict=strict
         )
+        store._features.files = FeatureFolder(os.path.join(path, "blobs"), read_only=read_only)
         return store
 
     def create(
@@ -902,7 +907,7 @@ class SessionStore:
 
     def __repr__(self) -> str:
         where = "in memory" if self._journal is None else f"at {self._journal.path}"
-        return f"<SessionStore {where}, sessions={len(self._sessions)}>"
+        return f"<SessionStore {where}, {len(self._sessions)} sessions open>"
 
 
 def _check_expected(session: Session, scheme: PositionScheme | str | None, model_fingerprint: str | None) -> None:

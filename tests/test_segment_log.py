@@ -6,6 +6,7 @@ import contextlib
 import dis
 import errno
 import functools
+import gc
 import hashlib
 import os
 import random
@@ -659,22 +660,62 @@ def test_a_frame_of_a_newer_version_is_refused_and_untouched(monkeypatch: pytest
     assert bytes(disk.content(".seg")) == before
 
 
-def test_frames_of_another_store_or_place_are_no_frames() -> None:
+def test_frames_of_another_place_are_no_frames() -> None:
     batches = some_batches(4, random.Random(17))
-    disk, other = killed_disk(batches), killed_disk(batches)
+    disk = killed_disk(batches)
     stops = frame_stops(disk, batches)
-    frames = bytes(disk.content(".seg"))
-    for content in (bytes(other.content(".seg")), frames[: stops[2]] + frames[: stops[2]], frames[stops[1] :]):
+    whole = bytes(disk.content(".seg"))
+    for content, kept in ((whole[: stops[2]] + whole[: stops[2]], 2), (whole[stops[1] :], 0)):
         state = disk.copy()
         state.content(".seg")[:] = content
         log = opened(state)
-        assert (
-            records_of(log)
-            == (flat(batches[:2]) if content[:2] == frames[:2] and len(content) > stops[2] else [])[
-                : 0 if content == bytes(other.content(".seg")) else None
-            ]
-        )
+        assert records_of(log) == flat(batches[:kept])
         log.close()
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("sidecar", [False, True])
+@pytest.mark.parametrize("options", [{}, {"read_only": True}, {"strict": False}])
+def test_c85_a_segment_of_another_store_is_refused_and_untouched(n: int, sidecar: bool, options: dict[str, Any]) -> None:
+    """Also where it is the only one, so that nothing says that it was synced: it is no torn tail. And a foreign FORMAT."""
+    batches = some_batches(n, random.Random(17))
+    other = killed_disk(batches)
+    disk = Disk()
+    log = opened(disk)
+    store(log, batches)
+    log.close() if sidecar else kill(log)
+    for suffix in (".seg", "/FORMAT"):
+        state = disk.copy()
+        state.content(suffix)[:] = other.content(suffix)
+        before = {name: bytes(state.files[file]) for name, file in state.names.items() if file > 0}
+        if options == {"strict": False} and sidecar and suffix == ".seg":  # which says that there was something
+            log = opened(state, **options)
+            assert log.damaged and not len(log.entries())
+            kill(log)
+        else:
+            with pytest.raises((IncompatibleStore, CorruptTree)):
+                opened(state, **options)
+        assert {name: bytes(state.files[file]) for name, file in state.names.items() if file > 0} == before
+    missing = disk.copy()
+    missing.names.pop(f"{ROOT}/segments/00000001.seg")
+    missing.names.pop(f"{ROOT}/segments/00000001.idx", None)
+    missing.names.pop(f"{ROOT}/segments")
+    with pytest.raises(CorruptTree, match="missing"):
+        opened(missing, **options)
+    unnamed = disk.copy()
+    unnamed.names.pop(f"{ROOT}/FORMAT")
+    with pytest.raises(IncompatibleStore):
+        opened(unnamed, **options)
+
+
+def test_a_reader_that_nobody_closes_lets_go_of_its_descriptors() -> None:
+    disk = killed_disk(some_batches(3, random.Random(5)))
+    before = dict(disk._handles)
+    log = opened(disk, read_only=True)
+    assert records_of(log) and disk._handles != before
+    del log
+    gc.collect()
+    assert disk._handles == before
 
 
 # sidecars -------------------------------------------------------------------------------------------------------------------
@@ -937,7 +978,7 @@ def test_d06_after_a_failed_sync_everything_fails_until_reopened(durability: Dur
         lambda: log.enqueue(batch_of(b"later")),
         log.close,
     ):
-        with pytest.raises(StoreFailed, match=r"sync failed.*never durable: 2 to 3") as caught:
+        with pytest.raises(StoreFailed, match=r"sync failed.*never durable: writes 2 to 3") as caught:
             use()
         assert list(caught.value.numbers) == numbers  # type: ignore[attr-defined]
     assert log.durable == 1

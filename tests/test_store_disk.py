@@ -746,6 +746,53 @@ def test_c85_d04_features_that_are_damaged(tmp_path: Path) -> None:
         assert found is not None and found["a"].tolist() == list(range(20))
 
 
+def test_d04_features_under_the_name_of_others_are_damage(tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path) as store:
+        for number in range(2):
+            store.put_features(an_image(number), pixels(number))
+        first, second = blob_files(tmp_path)
+        shutil.copyfile(first, second)
+        store._features.clear()
+        with pytest.raises(CorruptTree, match=second.name):
+            [store.get_features(an_image(number)) for number in range(2)]
+
+
+def test_features_of_a_store_that_was_opened_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with SessionStore.open("store") as store:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        store.put_features(an_image(0), pixels(0))
+        store._features.clear()
+        assert store.get_features(an_image(0)) is not None
+    assert not list((tmp_path / "elsewhere").iterdir()) and len(blob_files(tmp_path / "store")) == 1
+
+
+def test_features_are_no_way_to_bring_back_a_store_that_was_deleted(tmp_path: Path) -> None:
+    store = SessionStore.open(tmp_path / "store")
+    shutil.rmtree(tmp_path / "store")
+    with pytest.raises(StoreFailed):
+        store.put_features(an_image(0), pixels(0))
+    with suppress(StoreFailed):
+        store.close()
+    assert not (tmp_path / "store").exists()
+
+
+def test_what_a_killed_writer_of_features_left_is_removed(tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path) as store:
+        store.put_features(an_image(0), pixels(0))
+    left = tmp_path / "blobs" / "7.tmp"
+    left.write_bytes(b"half")
+    SessionStore.open(tmp_path, read_only=True).close()
+    assert left.exists()
+    with SessionStore.open(tmp_path) as store:
+        assert not left.exists()
+        assert store.get_features(an_image(0)) is not None
+        store._features.clear()
+    with pytest.raises(StoreClosed):
+        store.get_features(an_image(0))
+
+
 def test_d42_hostile_headers_of_features(tmp_path: Path) -> None:
     with SessionStore.open(tmp_path) as store:
         store.put_features(an_image(0), np.arange(4, dtype=np.int16))
@@ -1256,8 +1303,11 @@ def test_d06_a_sync_that_fails_stops_the_store(durability: Durability) -> None:
         assert outline(session.tree) == before
     for again in (
         lambda: session.append(node, [10]),
+        lambda: session.append(node, [9]),
         lambda: session.append(node, [9, 9]),
+        lambda: session.truncate(node, 2),
         lambda: session.set_head("main", node),
+        lambda: session.record([1, 2, 3], [4, 5]),
         lambda: store.create("new", scheme="text@hf5"),
         lambda: store.fork(session, node, "new"),
         store.flush,
@@ -1649,6 +1699,7 @@ def test_what_an_interrupted_wait_left_is_seen_after_a_flush() -> None:
 def test_a_forked_child_may_only_read(durability: Durability, tmp_path: Path) -> None:
     with SessionStore.open(tmp_path / "store", durability=durability) as store:
         everything(store)
+        store.put_features(an_image(1), pixels(1))
         store.flush()
         expected = short(all_seen(store))
         session = store.get("all")
@@ -1661,6 +1712,9 @@ def test_a_forked_child_may_only_read(durability: Durability, tmp_path: Path) ->
                 lambda: session.set_head("main", session.root),
                 lambda: text_session(store, "new"),
                 lambda: store.fork(session, unread, "new"),
+                lambda: store.put_features(an_image(2), pixels(2)),
+                lambda: store.drop_features(an_image(1)),
+                store.flush,
             ):
                 with pytest.raises(SessionTreeError):
                     write()
@@ -1671,6 +1725,8 @@ def test_a_forked_child_may_only_read(durability: Durability, tmp_path: Path) ->
 
         assert forked(child) == 0
         session.append(unread, [7])
+        store._features.clear()
+        assert store.get_features(an_image(1)) is not None and store.get_features(an_image(2)) is None
         with pytest.raises(StoreLocked):
             SessionStore.open(tmp_path / "store")
     with SessionStore.open(tmp_path / "store") as store:

@@ -1,12 +1,14 @@
 """Features of media on disk: one file for each content, written once, verified whenever it is read.
 
 A file is a magic number, the length of a msgpack header, the header (for each array its name, what its dtype is called, NumPy's
-name of it, shape and bytes), the arrays' bytes, and a SHA-256 over all of it. It gets its name when all of it is on disk, so a file
-that is there is whole or damaged, never unfinished. Nothing here knows nodes; they are whole without any of this.
+name of it, shape and bytes), the arrays' bytes, and a SHA-256 over the file's name and all of it. It gets that name when all of it
+is on disk, so a file that is there is whole or damaged, never unfinished. Nothing here knows nodes; they are whole without any of
+this.
 """
 
 from __future__ import annotations
 
+import glob
 import itertools
 import os
 from collections.abc import Iterator, Mapping
@@ -30,11 +32,16 @@ _temporaries: Final = itertools.count()  # a signal handler may write in the mid
 
 
 class FeatureFolder:
-    """The features below ``path``, by content. Any number of processes may read and write it."""
+    """The features below ``path``, by content. One process writes, any number read."""
 
     def __init__(self, path: str, *, read_only: bool = False) -> None:
         self._path = path
         self._read_only = read_only
+        self._pid = os.getpid()
+        if not read_only:  # nobody else writes: these are of processes that were killed
+            for name in glob.glob(os.path.join(glob.escape(path), "*.tmp")):
+                with suppress(OSError):
+                    os.unlink(name)
         self._lock = new_lock()  # what is added to a file is added to what was read of it
 
     def put(self, content: tuple[Any, ...], arrays: Mapping[str, FeatureArray]) -> None:
@@ -56,11 +63,13 @@ class FeatureFolder:
                 return
             arrays = {**known, **arrays}
         folder, name = self._place(content)
-        temporary = f"{name}.{os.getpid()}.{next(_temporaries)}.tmp"
+        temporary = os.path.join(self._path, f"{next(_temporaries)}.tmp")
         try:
-            os.makedirs(folder, exist_ok=True)
+            for each in (self._path, folder):  # not what lies above: a store that was deleted does not come back
+                with suppress(FileExistsError):
+                    os.mkdir(each)
             with open(temporary, "wb", buffering=0) as file:
-                for chunk in _encoded(arrays):
+                for chunk in _encoded(name, arrays):
                     _write(file, chunk)
                 os.fsync(file.fileno())
             os.rename(temporary, name)
@@ -85,7 +94,7 @@ class FeatureFolder:
             return None
         with file:
             size = os.fstat(file.fileno()).st_size
-            digest = sha256()
+            digest = _started(name)
 
             def read(count: int) -> bytes:
                 data = file.read(count)
@@ -112,7 +121,9 @@ class FeatureFolder:
 
     def _check_writable(self) -> None:
         if self._read_only:
-            raise Unsupported(f"the store at {self._path} was opened to be read")
+            raise Unsupported(f"the store of {self._path} was opened to be read")
+        if self._pid != os.getpid():
+            raise Unsupported(f"the store of {self._path} may only be read in a forked child")
 
     def __contains__(self, content: tuple[Any, ...]) -> bool:
         return os.path.exists(self._place(content)[1])
@@ -123,9 +134,14 @@ class FeatureFolder:
         return folder, os.path.join(folder, text)
 
 
-def _encoded(arrays: Mapping[str, FeatureArray]) -> Iterator[bytes | memoryview]:
-    header = pack([[name, blob.name, blob.dtype.str, blob.shape, len(blob.data)] for name, blob in arrays.items()])
-    digest = sha256()
+def _started(name: str) -> Any:
+    """A digest that binds a file to the content it is named after."""
+    return sha256(os.path.basename(name).encode())
+
+
+def _encoded(name: str, arrays: Mapping[str, FeatureArray]) -> Iterator[bytes | memoryview]:
+    header = pack([[each, blob.name, blob.dtype.str, blob.shape, len(blob.data)] for each, blob in arrays.items()])
+    digest = _started(name)
     for piece in (_MAGIC + len(header).to_bytes(4, "little") + header, *(blob.data for blob in arrays.values())):
         for at in range(0, len(piece), _CHUNK):
             chunk = memoryview(piece)[at : at + _CHUNK]

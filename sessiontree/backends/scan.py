@@ -27,7 +27,7 @@ from sessiontree.backends.frames import (
     segment_path,
 )
 from sessiontree.backends.system import System
-from sessiontree.errors import CorruptTree
+from sessiontree.errors import CorruptTree, IncompatibleStore
 
 
 class Scan:
@@ -62,8 +62,8 @@ class Scan:
         """Go on to the end of the log as it is now."""
         try:
             names = self._system.listdir(self._directory)
-        except FileNotFoundError:
-            return
+        except FileNotFoundError as error:  # it was made before FORMAT
+            raise CorruptTree(f"{self._directory} is missing") from error
         segments = sorted(int(name[:-4]) for name in names if name.endswith(".seg") and name[:-4].isdigit())
         self.walked = []
         self._covers = {}
@@ -193,6 +193,8 @@ class Scan:
         if stop == at.offset and later:
             return False
         if not later and self._proof(window) <= at.sequence:
+            if not at.offset and self._foreign(window):
+                raise IncompatibleStore(f"segment {at.segment} is of another store than FORMAT")
             self.torn = stop - at.offset
             self._checked = True
             return False
@@ -201,6 +203,25 @@ class Scan:
             return True
         cover = self._cover(at.segment)
         return self._skip(window, max(stop, min(cover.stop, window.size())) if cover else stop, later)
+
+    def _foreign(self, window: Window) -> bool:
+        """Whether a segment starts with a whole frame that has another store's keys: no tail of a write to this one."""
+        data = window.get(0, HEADER.size)
+        if len(data) < HEADER.size or data[:4] != FRAME_MAGIC:
+            return False
+        _, _, _, count, _, _, length, crc = HEADER.unpack(data)
+        place, stop = HEADER.size, HEADER.size + length
+        heads: list[bytes] = []
+        while len(heads) < count:
+            head = window.get(place, HEAD.size)
+            if len(head) < HEAD.size or place >= stop:
+                return False
+            magic, size, _ = HEAD.unpack(head)
+            if magic == self._keys.magic:
+                return False
+            heads.append(head)
+            place += HEAD.size + size
+        return bool(heads) and place == stop and window.get(stop, CRC.size) == CRC.pack(crc32(b"".join(heads), crc))
 
     def _proof(self, window: Window | None) -> int:
         """A sequence known to be synced, from sidecars and from what stands behind ``at``: the first that is enough."""

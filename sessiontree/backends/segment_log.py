@@ -333,6 +333,8 @@ class SegmentLog:
         """Return when everything enqueued is durable; at once where nothing can be."""
         if self._failure is not None:
             raise self._failed()
+        if self._forked:
+            raise self._refuse()
         if self._refused:
             return
         number = self.enqueued
@@ -653,6 +655,9 @@ class SegmentLog:
         if self._closed:
             raise self._refuse()
         if self._keys is None and not self._identify():
+            with suppress(FileNotFoundError):  # nobody has written yet
+                if any(name.endswith(".seg") for name in self._system.listdir(self._segments)):
+                    raise IncompatibleStore(f"{self._path} holds segments and no FORMAT")
             return
         assert self._keys is not None
         if self._scan is None:
@@ -670,16 +675,18 @@ class SegmentLog:
         system = self._system
         system.mkdir(self._path)
         names = set(system.listdir(self._path))
-        if not self._identify() and names - {"LOCK", "FORMAT", "FORMAT.new"}:
-            raise IncompatibleStore(f"{self._path} holds other things than a store")
+        if not self._identify():
+            begun = {"LOCK", "FORMAT", "FORMAT.new", "segments"}
+            if names - begun or ("segments" in names and system.listdir(self._segments)):
+                raise IncompatibleStore(f"{self._path} holds other things than a store")
         self._take_lock()
         if not self._identify():
+            system.mkdir(self._segments)
+            system.fsync_dir(self._path)
             self._format()
         system.fsync_dir(self._path)
         with suppress(PermissionError):  # a parent that may not be read: its owner made this directory, and synced it or not
             system.fsync_dir(os.path.dirname(self._path))
-        system.mkdir(self._segments)
-        system.fsync_dir(self._path)
         self._recover()
         _open_logs.add(self)
         self._thread = threading.Thread(target=self._run, name="segment-log", daemon=True)
@@ -798,6 +805,10 @@ class SegmentLog:
         self._end = self._end._replace(fd=-1)
         self._lock_fd = -1
 
+    def __del__(self) -> None:  # a reader that nobody closed; a writer's thread holds it
+        if not self._closed and self._pid == os.getpid():
+            self._release()
+
     def _after_fork(self) -> None:
         """In the child: no descriptor of the parent's, no writing. The lock stays the parent's."""
         self._forked = self._refused = True
@@ -807,7 +818,7 @@ class SegmentLog:
 
 
 def _never_durable(reason: str, first: int, last: int, error: OSError) -> StoreFailed:
-    failed = StoreFailed(f"{reason}; never durable: {first} to {last}", numbers=range(first, last + 1), errno=error.errno)
+    failed = StoreFailed(f"{reason}; never durable: writes {first} to {last}", numbers=range(first, last + 1), errno=error.errno)
     failed.__cause__ = error
     return failed
 

@@ -368,8 +368,6 @@ class Session:
         with self._lock:
             while True:
                 self._check_open()
-                if journal.failed:
-                    journal.flush()  # raises: to find what was there before would look like success
                 self._settle(journal)
                 before = self._written
                 after, result = operation(before)
@@ -404,6 +402,8 @@ class Session:
         while True:
             written, told = self._written, self._told[0]
             if written._stamp <= told._stamp:
+                if journal.failed:
+                    journal.flush()  # raises: a retry that finds what was never durable is no success
                 return self._waiting
             assert self._number is not None
             try:

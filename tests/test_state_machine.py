@@ -679,7 +679,7 @@ class SessionMachine(RuleBasedStateMachine):
             at = old_path.index(link.node_id)
             stood_for = [place.nodes[one] for one in old_path[min(at, last + 1) : at + 1]]  # the link names the last of them
             assert (each.role, each.metadata) in [(one.role or "user", one.metadata) for one in stood_for]
-            last = at
+            last = at - (link.kind == "prefix_of")  # what follows may stand for the rest of a turn that was cut too
             if each in remade:
                 assert (each.origin, link.kind) == ("input", "derived_from")
             else:

@@ -319,11 +319,6 @@ class Journal:
             listed = self._listed = listed + tuple(new)
         return tuple(dict.fromkeys([*listed, *self._ids]))
 
-    def has_more(self, number: int, count: int) -> bool:
-        """Whether a session has more than the ``count`` nodes, root included, that somebody knows, or heads that moved."""
-        self._look()
-        return True
-
     def tree(self, number: int) -> SessionTree:
         """The tree of a stored session, as it is now: its nodes are read when they are asked for."""
         if not self.read_only:

@@ -597,7 +597,7 @@ class SessionStore:
         self._closed = False
         self._features = FeatureStore(feature_bytes)
         self._paths = PathCache(path_cache_bytes)
-        self._aliases: dict[tuple[Namespace, str], bytes | None] = {}  # None: dropped
+        self._aliases: dict[tuple[Namespace, str], bytes | None] = {}  # None: dropped, whatever the disk said
         self._idle_ttl = idle_ttl
         self._now = -math.inf
         self._journal: Journal | None = None
@@ -735,8 +735,6 @@ class SessionStore:
             number = journal.number_of(session_id)
             if number is None:
                 return None
-            if session is not None and not journal.has_more(number, len(session._tree)):
-                return session
             tree = journal.tree(number)
             if session is None:
                 session = Session(session_id, journal.opened(number), tree, self, number)
@@ -773,7 +771,7 @@ class SessionStore:
     def flush(self) -> None:
         """Wait until everything is on disk that any session has written. In memory it does nothing.
 
-        Raises StoreFailed, naming how much never will be, where the disk refused it; the store takes no more writes then.
+        Raises StoreFailed, naming the nodes that never will be, where the disk refused it; the store takes no more writes then.
         """
         self._check_open()
         if self._journal is not None:
@@ -866,9 +864,11 @@ class SessionStore:
         scope = Namespace.of(namespace)
         with self._opening:
             self.aliased_media(alias, scope)
-            if self._journal is not None:
+            if self._journal is None:
+                del self._aliases[scope, alias]
+            else:
                 self._journal.alias(scope, alias, None)
-            self._aliases[scope, alias] = None
+                self._aliases[scope, alias] = None
 
     def usage(self) -> Usage:
         """What the store holds beside nodes."""

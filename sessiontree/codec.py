@@ -146,6 +146,8 @@ _ARRAY: Final = 0x98
 _UINT32: Final = 0xCE
 _BIN8: Final = 0xC4
 _UINT64: Final = 0xCF
+_BIN32: Final = Struct(">BI")
+_LARGE: Final = 2**16  # bytes of tokens, from which on msgpack gives their length 32 bits
 
 _ORIGINS: Final[tuple[Origin, ...]] = ("input", "generated")
 _ORIGIN_NUMBERS: Final = {"input": 0, "generated": 1}
@@ -189,7 +191,7 @@ def encode(record: Record) -> bytes:
     above :data:`MAX_RECORD_BYTES`.
     """
     if isinstance(record, NodeRecord):
-        return _encode_node(*record)
+        return _joined(_encode_node(*record))
     if isinstance(record, SessionRecord):
         return _record(SESSION, record.session, 0, 0, name_digest(record.session_id), 0, record[1:])
     if isinstance(record, HeadRecord):
@@ -204,6 +206,11 @@ def encode(record: Record) -> bytes:
 
 def encode_node(session: int, ordinal: int, parent: int, node: Node) -> bytes:
     """The bytes of a node that is no root. ``parent``: its parent's ordinal. Raises what :func:`encode` raises."""
+    return _joined(node_parts(session, ordinal, parent, node))
+
+
+def node_parts(session: int, ordinal: int, parent: int, node: Node) -> bytes | tuple[bytes, ...]:
+    """As :func:`encode_node`; where there are many tokens, in parts, of which one is what the node itself holds."""
     start, extent = node.start, node._extent
     origin = extent.origin
     if start >= origin:
@@ -228,7 +235,7 @@ def _encode_node(
     state: PositionState,
     replayed: TurnPositions | None,
     details: Details,
-) -> bytes:
+) -> bytes | tuple[bytes, ...]:
     if not 0 <= parent < ordinal < NONE:
         raise OutOfRange(
             f"node {ordinal} behind {parent}: ordinals are 1..{NONE - 1}, behind their parents'", value=ordinal, limit=NONE
@@ -239,8 +246,18 @@ def _encode_node(
         if metadata or finish_reason is not None or tail_policy is not None or links:
             packed = (_packable(metadata) if metadata else None, finish_reason, tail_policy, links)
     items = [_item_fields(item) for item in media] if media else ()
-    body = (key, _ORIGIN_NUMBERS[origin], role, data, runs, state, replayed, items, packed)
-    return _record(NODE, session, ordinal, parent, identity, 0 if key is None else key_digest(key), body)
+    first = (key, _ORIGIN_NUMBERS[origin], role)
+    digest = 0 if key is None else key_digest(key)
+    if len(data) < _LARGE:
+        return _record(NODE, session, ordinal, parent, identity, digest, (*first, data, runs, state, replayed, items, packed))
+    rest = _record(NODE, session, ordinal, parent, identity, digest, (*first, b"", runs, state, replayed, items, packed))
+    at = _WRITE.size + len(_pack(first))
+    _check_size(len(rest) + len(data))
+    return rest[:at] + _BIN32.pack(0xC6, len(data)), data, rest[at + 2 :]
+
+
+def _joined(encoded: bytes | tuple[bytes, ...]) -> bytes:
+    return encoded if isinstance(encoded, bytes) else b"".join(encoded)
 
 
 def _item_fields(item: MediaItem) -> tuple[Any, ...]:
@@ -271,11 +288,13 @@ def _record(kind: int, session: int, ordinal: int, parent: int, identity: bytes,
         raise OutOfRange(f"record {kind} of session {session}, ordinal {ordinal}, parent {parent}: {error}", value=None) from None
     if len(record) > _KEPT:
         _local.packer = msgpack.Packer(use_bin_type=True)
-        if len(record) > MAX_RECORD_BYTES:
-            raise LimitExceeded(
-                f"a record of {len(record)} bytes; {MAX_RECORD_BYTES} is the limit", value=len(record), limit=MAX_RECORD_BYTES
-            )
+        _check_size(len(record))
     return record
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_RECORD_BYTES:
+        raise LimitExceeded(f"a record of {size} bytes; {MAX_RECORD_BYTES} is the limit", value=size, limit=MAX_RECORD_BYTES)
 
 
 def _pack(value: Any) -> bytes:
@@ -347,7 +366,7 @@ def decode(data: bytes, limit: int = MAX_RECORD_BYTES) -> Record:
     entry = entry_of(data)
     try:
         record: Record = _READERS[entry[0]](entry, _unpacked(data[_READ.size :]))
-        again = _encode_node(*record) if type(record) is NodeRecord else encode(record)
+        again = _joined(_encode_node(*record)) if type(record) is NodeRecord else encode(record)
     except _WRONG as error:
         raise CorruptTree(f"{_named(entry)}: {str(error) or type(error).__name__}") from error
     if again != data:
@@ -473,9 +492,11 @@ def _read_node(entry: Entry, body: Any) -> NodeRecord:
     if type(body) is not tuple or len(body) != 9:
         _wrong("a node has 9 fields")
     key, origin, role, data, runs, state, replayed, items, packed = body
-    if tuple(map(type, body[:3])) != (NoneType, int, str):
-        _text_or_none(key, "its key")
+    if key is not None:
+        _text(key, "its key")
+    if type(origin) is not int or origin < 0:
         _whole(origin, "its origin")
+    if type(role) is not str:
         _text(role, "its role")
     if type(data) is not bytes or len(data) % TOKEN_BYTES or not data[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii():
         _wrong("its tokens are int32 of 0 or more")
@@ -490,8 +511,8 @@ def _read_node(entry: Entry, body: Any) -> NodeRecord:
             _wrong("its two states are after different numbers of tokens")
     media = _media(items, count) if items != () else ()
     details = NO_DETAILS if packed is None else _details(packed)
-    content = (data, media, _ORIGINS[origin], role, key, runs, state, replayed, details)
-    return _as_record((session, ordinal, parent, identity, *content))
+    origin = _ORIGINS[origin]
+    return _as_record((session, ordinal, parent, identity, data, media, origin, role, key, runs, state, replayed, details))
 
 
 def _state(value: Any, count: int) -> PositionState:
@@ -720,6 +741,12 @@ def check_runs(runs: Any, num_tokens: int, num_axes: int | None = None) -> None:
                 if kind == _TEXT and length >= 0 and -_FAR <= base <= _FAR:
                     covered += length
                     continue
+            elif len(run) == 8 and num_axes in _THREE and _WHOLE.issuperset(map(type, run)):
+                kind, length, _, _, _, height, width, skip = run
+                if kind == _GRID and length >= 0 and min(run) >= -_FAR and max(run) <= _FAR:
+                    _check_grid(height, width, skip)
+                    covered += length
+                    continue
             covered += _check_run(run, num_axes)
             if run[0] == _EXTERNAL and len(described) > 1:
                 _wrong("a table that came from elsewhere is a node's only run")
@@ -777,7 +804,8 @@ def _check_run(run: Any, num_axes: int | None) -> int:
 
 
 _WHOLE: Final = frozenset((int,))
-_AXES: Final = dict.fromkeys((_GRID, _FRAMES, _ROWS, _CANVAS), (None, 3))
+_THREE: Final = (None, 3)
+_AXES: Final = dict.fromkeys((_GRID, _FRAMES, _ROWS, _CANVAS), _THREE)
 
 
 def _check_grid(height: int, width: int, skip: int) -> None:

@@ -41,6 +41,7 @@ from sessiontree.turns import Turn
 __all__ = ["Durability", "Journal", "Overtaken", "SessionNodes", "WriteLost"]
 
 MISSING: Final = -1  # the place of a node that is nowhere
+_REMEMBERED: Final = 64  # batches, above which those that are durable are forgotten
 _FEW: Final = 16  # ids looked for one by one before they are sorted
 
 
@@ -179,6 +180,7 @@ class Journal:
     def __init__(self, log: Log, path: str, features: FeatureStore, paths: PathCache) -> None:
         self.path = path
         self.follows = log.read_only
+        self.waits = log.durability == "commit"
         self._log = log
         self._features = features
         self._paths = paths
@@ -228,10 +230,6 @@ class Journal:
         return self._log.read_only
 
     @property
-    def waits(self) -> bool:
-        return self._log.durability == "commit"
-
-    @property
     def leading(self) -> bool:
         """Whether this thread is in the middle of writing to the disk."""
         return self._log.leading
@@ -261,6 +259,10 @@ class Journal:
         except StoreFailed as error:
             raise self._naming(error) from error.__cause__
 
+    def relieve(self) -> None:
+        """Where changes come faster than the disk takes them, wait for it."""
+        self._log.relieve()
+
     def flush(self) -> None:
         """Until everything is on disk. Raises StoreFailed naming the nodes that never will be."""
         try:
@@ -277,11 +279,13 @@ class Journal:
         return type(error)(f"{error}{named}", numbers=numbers, nodes=tuple(lost))
 
     def _remember(self, number: int, nodes: tuple[bytes, ...]) -> int:
-        durable, underway = self._log.durable, self._underway
-        while underway and underway[0][0] <= durable:
-            with suppress(IndexError):  # somebody else was quicker
-                underway.popleft()
+        underway = self._underway
         underway.append((number, nodes))
+        if len(underway) > _REMEMBERED:
+            durable = self._log.durable
+            with suppress(IndexError):  # somebody else was quicker
+                while underway[0][0] <= durable:
+                    underway.popleft()
         return number
 
     def close(self) -> None:
@@ -480,7 +484,7 @@ class Journal:
             assert parent is not None
             key = 0 if node.key is None else codec.key_digest(node.key)
             prefix = _PREFIX.pack(codec.NODE, number, ordinal, parent, node.id, key)
-            record = codec.encode_node(number, ordinal, parent, node)
+            record = codec.node_parts(number, ordinal, parent, node)
             return self._remember(self._log.enqueue(((record, prefix),), waiting, told, before), (node.id,))
         records = self._node_records(number, after, before._count)
         nodes = tuple(codec.entry_of(record).id for record in records)

@@ -385,7 +385,9 @@ class Session:
                 break
             if not journal.waits:
                 self._tree = self._written
-                return result
+        if not journal.waits:
+            journal.relieve()
+            return result
         try:
             journal.wait(waiting)
         finally:

@@ -12,6 +12,7 @@ import os
 import posixpath
 import random
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sessiontree.backends.system import System
@@ -176,6 +177,13 @@ class Disk(System):
             if fault is not None and not fault.forever:
                 self.fault = fault._replace(n=self._hit + 1, part=0.0)  # a short write, and then the error
             return len(done)
+
+    def pwritev(self, fd: int, parts: Sequence[bytes | memoryview], offset: int, *, sync: bool = False) -> int:
+        """A write and a sync, either of which may fail, or see a crash come in between."""
+        done = self.pwrite(fd, b"".join(parts), offset)
+        if sync:
+            self.fdatasync(fd)
+        return done
 
     def fdatasync(self, fd: int) -> None:
         with self._lock:

@@ -1174,7 +1174,7 @@ def test_d08_an_operation_is_one_batch_with_nodes_before_heads(name: str, monkey
     store.close()
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_d03_a_write_that_fails_changes_nothing_under_commit(name: str, error: int) -> None:
     twin = Disk()

@@ -44,9 +44,13 @@ class Log(Protocol):
     def damaged(self) -> tuple[tuple[int, int, int], ...]: ...
 
     def enqueue(
-        self, records: Sequence[tuple[bytes, bytes]], after: int = 0, told: Sequence[object] = (None,), expected: object = None
+        self,
+        records: Sequence[tuple[bytes | tuple[bytes, ...], bytes]],
+        after: int = 0,
+        told: Sequence[object] = (None,),
+        expected: object = None,
     ) -> int:
-        """Take records, each with what an index is to know of it: a number to wait for. No I/O is waited for.
+        """Take records, whole or in parts, each with what an index is to know of it: a number to wait for. No I/O is waited for.
 
         ``after``: the number of what they rest on. ``told``: its first entry must still be ``expected``. Raises WriteLost where
         what they rest on was lost, Overtaken where something came in between, StoreFailed where nothing is taken any more.
@@ -57,6 +61,9 @@ class Log(Protocol):
 
     def wait(self, number: int) -> None:
         """Until they are on disk. Raises StoreFailed where they never will be."""
+
+    def relieve(self) -> None:
+        """Where more is taken than the disk keeps up with, help to write. Raises nothing."""
 
     def flush(self) -> None:
         """Until everything taken is on disk."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from zlib import crc32
 
 from sessiontree.backends.frames import (
     CHUNK,
@@ -22,6 +21,7 @@ from sessiontree.backends.frames import (
     Header,
     Keys,
     Window,
+    crc32,
     header_at,
     read_cover,
     segment_path,

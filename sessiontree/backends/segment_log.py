@@ -41,12 +41,10 @@ import sys
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 from weakref import WeakSet
-from zlib import crc32
 
 import numpy as np
 
@@ -66,8 +64,10 @@ from sessiontree.backends.frames import (
     Window,
     block_of,
     build_frame,
+    crc32,
     read_file,
     segment_path,
+    size_of,
     write_all,
     write_new,
 )
@@ -80,6 +80,7 @@ __all__ = ["ENTRY", "PREFIX_SIZE", "Durability", "SegmentLog"]
 
 MAX_RECORD: Final = 2**28
 MAX_BATCH: Final = 2**31
+MAX_BACKLOG: Final = 64 * 2**20  # bytes in line, above which who hands over helps to write
 _FRAME_BYTES: Final = 2**20  # what one frame takes of what is pending, unless one batch alone is larger
 _BLOCK_ROWS: Final = 4096
 _RESERVE: Final = 2**20
@@ -87,6 +88,8 @@ _LOCK_SECONDS: Final = 0.8
 _POLL: Final = (0.002, 0.05)  # seconds between two looks of the background thread: after work, and at most
 _PATIENCE: Final = 0.001
 _CACHED_FILES: Final = 128
+# What a write fails with before anything of it counts; nothing else tells a failed write from a failed sync.
+_FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 class _Table:
@@ -94,21 +97,21 @@ class _Table:
 
     def __init__(self) -> None:
         self._rows: Entries = np.empty(0, ENTRY)
+        self._bytes = memoryview(b"")  # theirs
 
     def put(self, start: int, parts: Sequence[bytes | memoryview]) -> None:
         """Write rows from start on: to do it twice is to do it once."""
         data = parts[0] if len(parts) == 1 else b"".join(parts)
-        new = np.frombuffer(data, ENTRY)
-        stop = start + len(new)
+        first, stop = start * ENTRY.itemsize, start * ENTRY.itemsize + len(data)
         if not start:
-            self._rows = new
-        elif stop > len(self._rows) or not self._rows.flags.writeable:
-            rows = np.empty(max(1024, stop + stop // 2), ENTRY)
+            self._rows, self._bytes = np.frombuffer(data, ENTRY), memoryview(data)
+            return
+        if stop > len(self._bytes) or self._bytes.readonly:
+            count = stop // ENTRY.itemsize
+            rows = np.empty(max(1024, count + count // 2), ENTRY)
             rows[:start] = self._rows[:start]
-            rows[start:stop] = new
-            self._rows = rows
-        else:
-            self._rows[start:stop] = new
+            self._rows, self._bytes = rows, rows.view(np.uint8).data
+        self._bytes[first:stop] = data
 
     def view(self, count: int, start: int = 0) -> Entries:
         view = self._rows[start:count]
@@ -159,8 +162,9 @@ class SegmentLog:
         self._reader = new_lock()
         self._files: dict[int, int] = {}
         self._leader = 0  # the thread that writes
-        self._gates: deque[Any] = deque()
+        self._gates: dict[Any, int] = {}  # of threads that wait, in order, and the batch that each waits for
         self._queue: _Queue = (0, [], None, ())
+        self._backlog = 0  # bytes in line, more or less
         self._refused = False  # enqueue raises _refuse()
         self._forked = False
         self._closed = False
@@ -281,22 +285,24 @@ class SegmentLog:
         for record, prefix in batch:
             if len(prefix) != PREFIX_SIZE:
                 raise ValueError(f"an entry prefix of {len(prefix)} bytes; it has {PREFIX_SIZE}")
-            if len(record) > MAX_RECORD:
-                raise LimitExceeded(f"a record of {len(record)} bytes; at most {MAX_RECORD}", value=len(record), limit=MAX_RECORD)
-            total += HEAD.size + len(record)
+            size = len(record) if isinstance(record, bytes) else size_of(record)
+            if size > MAX_RECORD:
+                raise LimitExceeded(f"a record of {size} bytes; at most {MAX_RECORD}", value=size, limit=MAX_RECORD)
+            total += HEAD.size + size
         if total > MAX_BATCH:
             raise LimitExceeded(f"a batch of {total} bytes; at most {MAX_BATCH}", value=total, limit=MAX_BATCH)
         with self._mutex:
             if self._refused:
                 raise self._refuse()
             base, items, _, lost = self._queue
-            if any(first <= after <= last for first, last, _ in lost):
+            if lost and any(first <= after <= last for first, last, _ in lost):
                 raise WriteLost(f"{self._path}: batch {after} was lost, and what was to be written rests on it")
             base, items, _, _ = self._queue  # anew: a signal handler may have come in since
             if told[0] is not expected:  # from here to the call nothing comes in between
                 raise Overtaken(f"{self._path}: something else was put in line meanwhile")
             if batch:
                 items.append(batch)
+                self._backlog += total
             return base + len(items)  # too high, never too low, if a signal handler came in between
 
     @property
@@ -325,9 +331,21 @@ class SegmentLog:
                 continue
             gate = threading.Lock()
             gate.acquire()
-            self._gates.append(gate)
-            if self._leader:
-                gate.acquire()
+            self._gates[gate] = number
+            try:
+                if self._leader:
+                    gate.acquire()
+            finally:
+                del self._gates[gate]
+
+    def relieve(self) -> None:
+        """Where more is in line than MAX_BACKLOG, write until it is not. Raises nothing: the next ``enqueue`` does."""
+        while self._backlog > MAX_BACKLOG and not self._refused and self._leader != threading.get_ident():
+            try:
+                if not self._lead(self.enqueued, sync=False):
+                    time.sleep(0.001)
+            except StoreFailed:
+                return
 
     def flush(self) -> None:
         """Return when everything enqueued is durable; at once where nothing can be."""
@@ -412,6 +430,7 @@ class SegmentLog:
             # No call between the slice and the assignment: no signal handler's batch falls in between.
             self._queue = (base + n, items[n:], None, (*lost, (first, base + n, error)))
             self._written = base + n
+            self._backlog = 0
 
     def _settled(self, number: int) -> bool:
         for first, last, error in self._queue[3]:
@@ -446,12 +465,15 @@ class SegmentLog:
                 self._wake()
 
     def _wake(self) -> None:
-        gates = self._gates
-        while gates:
-            try:
-                gates.popleft().release()
-            except IndexError:
-                return
+        """Let those go on whose batch is settled, and the first of the others, to write. Who is let go is not let go again."""
+        over = self._failure is not None or self._closed or self._forked
+        led = False
+        for gate, number in list(self._gates.items()):
+            settled = over or number <= self._written
+            if (settled or not led) and gate.locked():
+                with suppress(RuntimeError):  # another thread was quicker
+                    gate.release()
+            led = led or not settled
 
     def _write_until(self, number: int, sync_after: bool) -> None:
         while self._written < number and self._failure is None and self._step():
@@ -468,17 +490,22 @@ class SegmentLog:
                 frame = self._stage()
             if frame is None:
                 return False
-            if frame.end is not self._end:  # an interrupt may have come between that and the rest of _publish
-                self._reserve(frame.end.offset)
-                write_all(self._system, frame.end.fd, frame.data, frame.end.frame)
         except OSError as error:
             self._reject(error)
             return False
-        if self._durability != "relaxed":
+        if frame.end is not self._end:  # an interrupt may have come between that and the rest of _publish
+            self._reserve(frame.end.offset)
             began = time.perf_counter()
-            self._sync_fd(frame.end.fd)
+            sync = self._durability != "relaxed"
+            try:
+                write_all(self._system, frame.end.fd, frame.parts, frame.end.frame, sync=sync)
+            except OSError as error:
+                if sync and error.errno not in _FULL:
+                    raise self._stop("a write, or its sync, failed", error) from error
+                self._reject(error)
+                return False
             self._patience = min(_PATIENCE, (time.perf_counter() - began) / 2)
-            self._crowd = frame.last - frame.first + 1
+            self._crowd = frame.last - frame.first + 1 if sync else 0
         self._publish(frame)
         return True
 
@@ -495,7 +522,7 @@ class SegmentLog:
         base, items, _, _ = self._queue
         n, size = 0, FRAME_OVERHEAD
         for batch in items:
-            more = sum([HEAD.size + len(record) for record, _ in batch])
+            more = sum([HEAD.size + size_of(record) for record, _ in batch])
             if n and size + more > _FRAME_BYTES:
                 break
             n += 1
@@ -509,6 +536,7 @@ class SegmentLog:
         with self._mutex:
             base, items, _, lost = self._queue
             self._queue = (base + n, items[n:], frame, lost)
+            self._backlog = self._backlog - size if self._queue[1] else 0  # a signal handler may have come in while it was added to
         return frame
 
     def _publish(self, frame: Frame) -> None:
@@ -521,7 +549,8 @@ class SegmentLog:
         with self._mutex:
             base, items, _, lost = self._queue
             self._queue = (base, items, None, lost)
-        self._wake()
+        if items:  # this thread may go on writing
+            self._wake()
 
     def _sync(self) -> None:
         """Make what is written durable."""
@@ -588,7 +617,7 @@ class SegmentLog:
             return len(data)
         fd = self._system.open(path, os.O_RDWR)
         try:
-            write_all(self._system, fd, data, size)
+            write_all(self._system, fd, (data,), size)
             if sync:
                 self._system.fdatasync(fd)
         finally:
@@ -605,7 +634,7 @@ class SegmentLog:
             try:
                 if not end.marked:
                     frame = build_frame(self._keys, end, self._synced, 0, ())
-                    write_all(self._system, end.fd, frame.data, end.offset)
+                    write_all(self._system, end.fd, frame.parts, end.offset)
                     self._system.ftruncate(end.fd, frame.end.offset)
                     self._system.fdatasync(end.fd)
                     self._end = frame.end
@@ -757,7 +786,7 @@ class SegmentLog:
             data = window.get(at, min(CHUNK, end.offset - at))
             if not data:
                 raise _damaged(end.segment, at, "the file was cut while it was opened")
-            write_all(system, fd, data, at)
+            write_all(system, fd, (data,), at)
             at += len(data)
         system.fdatasync(fd)
 

@@ -368,7 +368,8 @@ class Session:
         with self._lock:
             while True:
                 self._check_open()
-                self._settle(journal)
+                if self._unsettled:
+                    self._settle(journal)
                 before = self._written
                 after, result = operation(before)
                 if self._written is not before:
@@ -418,6 +419,8 @@ class Session:
                 self._told[0] = written
             self._waiting = max(self._waiting, waiting)
             self._used = True
+            if self._written is written:
+                return self._waiting
 
     def _settle(self, journal: Journal) -> None:
         """Show what has become durable; take back what was lost, and what was written behind it."""

@@ -1011,7 +1011,7 @@ def test_writes_in_parts_reach_a_real_file(flag: int, tmp_path: Path, monkeypatc
     records = [rng.randbytes(rng.choice((1, 100, 20_000))) for _ in range(1500)]
     parts = b"in ", rng.randbytes(70_000), b"parts"
     whole = [*records, b"".join(parts)]
-    batch = [*((record, bytes(PREFIX_SIZE)) for record in records), (parts, bytes(PREFIX_SIZE))]
+    batch: list[Any] = [*((record, bytes(PREFIX_SIZE)) for record in records), (parts, bytes(PREFIX_SIZE))]
     with contextlib.closing(SegmentLog.open(tmp_path / "log", entry_of=lambda record: bytes(PREFIX_SIZE))) as log:
         log.wait(log.enqueue(batch))
     with contextlib.closing(SegmentLog.open(tmp_path / "log", entry_of=lambda record: bytes(PREFIX_SIZE), strict=False)) as log:
@@ -1121,6 +1121,7 @@ def test_who_hands_over_faster_than_the_disk_takes_helps_to_write(durability: Du
             log.enqueue(batch_of(bytes([number]) * 1000))
         log.relieve()  # what was handed over was taken: the next change raises
     assert log.failed
+    kill(log)
 
 
 def test_a_commit_that_could_not_be_undone_stops_the_log() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from functools import partial
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -106,6 +107,10 @@ class Frame(NamedTuple):
     end: End  # behind it
 
 
+_as_end = partial(tuple.__new__, End)  # as End(*value), without a Python call
+_as_frame = partial(tuple.__new__, Frame)
+
+
 class Header(NamedTuple):
     records: int
     sequence: int
@@ -155,8 +160,8 @@ def build_frame(keys: Keys, at: End, synced: int, first: int, batches: Sequence[
     crc = crc32(header, (seed ^ start) & _MASK)
     parts[0] = header + CRC.pack(crc)
     parts.append(CRC.pack(crc32(b"".join(heads), crc)))
-    end = End(segment, place + CRC.size, at.sequence + 1, at.records + count, start, crc, at.fd)
-    return Frame(first, first + len(batches) - 1, _joined(parts, place - start), b"".join(rows), end)
+    end = _as_end((segment, place + CRC.size, at.sequence + 1, at.records + count, start, crc, at.fd))
+    return _as_frame((first, first + len(batches) - 1, _joined(parts, place - start), b"".join(rows), end))
 
 
 def _joined(parts: list[bytes], size: int) -> tuple[bytes, ...]:

@@ -486,7 +486,8 @@ class SegmentLog:
         try:
             frame = self._queue[2]
             if frame is None:
-                self._gather()
+                if self._crowd > 1:
+                    self._gather()
                 frame = self._stage()
             if frame is None:
                 return False
@@ -494,7 +495,8 @@ class SegmentLog:
             self._reject(error)
             return False
         if frame.end is not self._end:  # an interrupt may have come between that and the rest of _publish
-            self._reserve(frame.end.offset)
+            if frame.end.offset > self._room:
+                self._reserve(frame.end.offset)
             began = time.perf_counter()
             sync = self._durability != "relaxed"
             try:
@@ -511,10 +513,9 @@ class SegmentLog:
 
     def _gather(self) -> None:
         """Let the threads that the last commit woke enqueue again, for half the time of a sync at most: they share the next."""
-        if self._crowd > 1:
-            deadline = time.perf_counter() + self._patience
-            while len(self._queue[1]) < self._crowd and time.perf_counter() < deadline:
-                time.sleep(0)
+        deadline = time.perf_counter() + self._patience
+        while len(self._queue[1]) < self._crowd and time.perf_counter() < deadline:
+            time.sleep(0)
 
     def _stage(self) -> Frame | None:
         """Take what is in line, up to _FRAME_BYTES, and make its frame, in a new segment if this one is full."""
@@ -566,8 +567,6 @@ class SegmentLog:
             raise self._stop("a sync failed", error) from error
 
     def _reserve(self, stop: int) -> None:
-        if stop <= self._room:
-            return
         room = max(stop, min(stop + max(_RESERVE, stop), self._segment_bytes))
         start = max(self._room, self._end.offset)
         try:

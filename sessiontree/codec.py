@@ -17,6 +17,7 @@ id and its session's scheme, is for :func:`check_root`, :func:`check_digest` and
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import threading
@@ -56,6 +57,8 @@ NODE: Final = 2
 HEAD: Final = 3
 OPENED: Final = 4
 ALIAS: Final = 5
+PIN: Final = 6
+DROP: Final = 7
 
 
 class SessionRecord(NamedTuple):
@@ -121,14 +124,31 @@ class AliasRecord(NamedTuple):
     identity: bytes | None
 
 
-Record = SessionRecord | NodeRecord | HeadRecord | OpenedRecord | AliasRecord
+class PinRecord(NamedTuple):
+    """Whether a node is pinned. ``ordinal``, ``id``: the node's."""
+
+    session: int
+    ordinal: int
+    id: bytes
+    pinned: bool
+
+
+class DropRecord(NamedTuple):
+    """Nodes that a session no longer shows, with all below them. ``ordinals``: increasing; 0 is the whole session."""
+
+    session: int
+    ordinals: tuple[int, ...]
+
+
+Record = SessionRecord | NodeRecord | HeadRecord | OpenedRecord | AliasRecord | PinRecord | DropRecord
 
 
 class Entry(NamedTuple):
     """What an index keeps of a record.
 
-    ``id``: of a node; otherwise what :func:`name_digest` or :func:`alias_digest` gives, zeros of an opening. ``key``: of a node's
-    key, as :func:`key_digest` gives it. What a kind has not is 0, or :data:`NONE`.
+    ``id``: of a node, also of one that is pinned; of others what :func:`name_digest` or :func:`alias_digest` gives, or zeros.
+    ``key``: of a node's key, as :func:`key_digest` gives it; 1 of a node that is pinned. ``ordinal``: of what is dropped, the
+    first. What a kind has not is 0, or :data:`NONE`.
     """
 
     kind: int
@@ -201,6 +221,18 @@ def encode(record: Record) -> bytes:
         return _record(OPENED, record.session, 0, 0, bytes(ID_BYTES), 0, (record.incarnation,))
     if isinstance(record, AliasRecord):
         return _record(ALIAS, NONE, 0, 0, alias_digest(record.namespace, record.alias), 0, tuple(record))
+    if isinstance(record, PinRecord):
+        at = record.ordinal if record.ordinal < NONE else -1
+        return _record(PIN, record.session, at, 0, record.id, int(record.pinned), (record.pinned,))
+    if isinstance(record, DropRecord):
+        increasing = all(0 <= one < other for one, other in itertools.pairwise((*record.ordinals, NONE)))
+        if not record.ordinals or not increasing:
+            raise OutOfRange(
+                f"ordinals to drop are one or more, increasing, within 0..{NONE - 1}", value=record.ordinals, limit=NONE
+            )
+        return _record(
+            DROP, record.session, record.ordinals[0], 0, bytes(ID_BYTES), 0, (np.array(record.ordinals, "<u4").tobytes(),)
+        )
     raise TypeError(f"no record: {type(record).__name__}")
 
 
@@ -375,7 +407,7 @@ def decode(data: bytes, limit: int = MAX_RECORD_BYTES) -> Record:
 
 
 def _named(entry: Entry) -> str:
-    what = ("session", "node", "head", "opening of session", "alias")[entry.kind - 1]
+    what = ("session", "node", "head", "opening of session", "alias", "pin in session", "drop in session")[entry.kind - 1]
     if entry.kind == NODE:
         return f"node {entry.ordinal} of session {entry.session} ({entry.id[:4].hex()})"
     return what if entry.kind == ALIAS else f"{what} {entry.session}"
@@ -483,6 +515,19 @@ def _read_alias(entry: Entry, body: Any) -> AliasRecord:
     return AliasRecord(
         _namespace(namespace), _text(alias, "its name"), None if identity is None else _digest(identity, "an identity")
     )
+
+
+def _read_pin(entry: Entry, body: Any) -> PinRecord:
+    (pinned,) = _fields(body, 1, "a pin")
+    session, ordinal = _whole(entry.session, "session", most=NONE - 1), _whole(entry.ordinal, "ordinal", most=NONE - 1)
+    return PinRecord(session, ordinal, entry.id, pinned if type(pinned) is bool else _wrong("a node is pinned or not"))
+
+
+def _read_drop(entry: Entry, body: Any) -> DropRecord:
+    (ordinals,) = _fields(body, 1, "a drop")
+    if type(ordinals) is not bytes or len(ordinals) % 4:
+        _wrong("ordinals are of 4 bytes each")
+    return DropRecord(_whole(entry.session, "session", most=NONE - 1), tuple(np.frombuffer(ordinals, "<u4").tolist()))
 
 
 def _read_node(entry: Entry, body: Any) -> NodeRecord:
@@ -835,6 +880,8 @@ _READERS: Final[dict[int, Callable[[Entry, Any], Record]]] = {
     HEAD: _read_head,
     OPENED: _read_opened,
     ALIAS: _read_alias,
+    PIN: _read_pin,
+    DROP: _read_drop,
 }
 
 

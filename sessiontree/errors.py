@@ -168,6 +168,13 @@ class Unsupported(SessionTreeError):
     prefix_len: int
 
 
+class NodeHeld(SessionTreeError):
+    """A node was to go, and ``holder``, a head, a pin or an open draft, holds ``node``: that one or one below it."""
+
+    node: Any
+    holder: str
+
+
 class StaleSession(SessionTreeError):
     """A write through a session that was closed."""
 

@@ -14,7 +14,7 @@ import itertools
 import os
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from struct import Struct
 from typing import Any, Final
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sessiontree import codec
-from sessiontree.backends.base import Durability, Log, Overtaken, WriteLost
+from sessiontree.backends.base import Durability, Lease, Log, Overtaken, WriteLost
 from sessiontree.backends.segment_log import SegmentLog
 from sessiontree.digest import ID_BYTES
 from sessiontree.errors import CorruptTree, IncompatibleStore, StoreFailed, Unsupported
@@ -66,8 +66,9 @@ def _with_prefixes(records: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
 class Columns:
     """What the log knows of its records, as one array a field: to look at one field of all takes a pass over that field alone."""
 
-    def __init__(self, entries: NDArray[Any]) -> None:
+    def __init__(self, entries: NDArray[Any], lease: Lease | None = None) -> None:
         self.entries = entries
+        self.lease = lease  # without which the records may be gone
         self.kinds, self.sessions, self.ordinals, self.parents = (
             np.ascontiguousarray(entries[name]) for name in ("kind", "session", "ordinal", "parent")
         )
@@ -81,6 +82,11 @@ class Columns:
         places: NDArray[np.int64] = self._others[self.kinds[self._others] == kind]
         return places if session is None else places[self.sessions[places] == session]
 
+    def dropped_sessions(self) -> set[int]:
+        """Numbers of those that are gone."""
+        drops = self.places(codec.DROP)
+        return set(self.sessions[drops[self.ordinals[drops] == 0]].tolist())
+
     def ids(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
         """The first eight bytes of each id."""
         ids = np.ascontiguousarray(self.entries["id"][places])
@@ -92,14 +98,52 @@ class Columns:
         return [place for place in alike if self.entries[place]["id"].tobytes() == identity]
 
 
+def _parents(columns: Columns, places: NDArray[np.int64]) -> list[int]:
+    """Ordinals of the parents of nodes; of those that are MISSING, none."""
+    return np.where(places == MISSING, codec.NONE, columns.parents[places]).tolist()  # type: ignore[no-any-return]
+
+
+def _below(roots: Iterable[int], parents: Sequence[int], first: int) -> NDArray[np.bool]:
+    """Which nodes from ordinal ``first`` on are among ``roots`` or below them."""
+    below = np.zeros(len(parents), np.bool)
+    inside = bytearray(len(parents))
+    for root in roots:
+        if first <= root < first + len(parents):
+            inside[root - first] = 1
+    start = inside.find(1)
+    if start >= 0:
+        for at in range(start, len(parents)):
+            above = parents[at] - first
+            if 0 <= above < at and inside[above]:
+                inside[at] = 1
+        below[:] = np.frombuffer(inside, np.bool)
+    return below
+
+
+def _above(held: Iterable[int], parents: Sequence[int], first: int) -> bytearray:
+    """Which nodes from ordinal ``first`` on are among ``held`` or above them."""
+    above = bytearray(len(parents))
+    for ordinal in held:
+        if first <= ordinal < first + len(parents):
+            above[ordinal - first] = 1
+    for at in range(len(parents) - 1, -1, -1):
+        if above[at] and 0 <= parents[at] - first < at:
+            above[parents[at] - first] = 1
+    return above
+
+
 class SessionNodes:
-    """The nodes of one session, by ordinal: a :class:`~sessiontree.stored.NodeSource`. ``places``: theirs, in that order."""
+    """The nodes of one session, by ordinal: a :class:`~sessiontree.stored.NodeSource`. ``places``: theirs, in that order.
+
+    An ordinal whose place is MISSING has no node.
+    """
 
     def __init__(self, log: Log, columns: Columns, places: NDArray[np.int64], first: int) -> None:
         self.first = first
         self._log = log
         self._columns = columns
         self._places = places
+        self.missing = int(np.count_nonzero(places == MISSING))
         self.lenient = bool(log.damaged)
         self._asked = 0
         self._by_id: tuple[NDArray[np.uint64], NDArray[np.int64]] | None = None
@@ -107,6 +151,9 @@ class SessionNodes:
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def has(self, ordinal: int) -> bool:
+        return ordinal < self.first or bool(self._places[ordinal - self.first] != MISSING)
 
     def read(self, ordinal: int, parent: Node) -> Stored:
         known = self._columns.entries[self._place(ordinal)]
@@ -187,10 +234,10 @@ class Journal:
         self._lock = new_lock()
         self._underway: deque[tuple[int, tuple[bytes, ...]]] = deque()  # ids of nodes that may not be durable, by what to wait for
         self._ids: dict[str, int] = {}  # numbers of sessions that were found or made, by id
-        self._listed: tuple[str, ...] = ()  # ids of the sessions that the log was seen to hold
-        self._indexes: WeakValueDictionary[int, StoredIndex] = WeakValueDictionary()
-        self._columns = columns = Columns(log.entries())
-        later = np.flatnonzero((columns.kinds < codec.SESSION) | (columns.kinds > codec.ALIAS))
+        self._listed: dict[int, str] = {}  # ids of the sessions that the log was seen to hold, by number
+        self._indexes: WeakValueDictionary[tuple[int, bool], StoredIndex] = WeakValueDictionary()
+        self._columns = columns = self._columns_now()
+        later = np.flatnonzero((columns.kinds < codec.SESSION) | (columns.kinds > codec.DROP))
         if len(later) and not self.read_only:
             raise IncompatibleStore(f"{path} holds {len(later)} records of a later version; open it read_only", path=path)
         self._next = int(columns.sessions[columns.places(codec.SESSION)].astype(np.int64).max(initial=-1)) + 1
@@ -295,9 +342,15 @@ class Journal:
         """Take in what the log has by now."""
         if self.follows:
             self._log.refresh()
-        entries = self._log.entries()
-        if len(entries) != len(self._columns.entries):
-            self._columns = Columns(entries)
+        known = self._columns
+        if known.lease is not self._log.lease or len(self._log.entries()) != len(known.entries):
+            self._columns = self._columns_now()
+
+    def _columns_now(self) -> Columns:
+        while True:
+            lease, entries = self._log.lease, self._log.entries()
+            if lease is self._log.lease:  # of the same beginning
+                return Columns(entries, lease)
 
     # Reading
 
@@ -308,8 +361,10 @@ class Journal:
             if self.follows:
                 self._look()
             columns = self._columns
+            dropped = columns.dropped_sessions()
             for place in columns.named(columns.places(codec.SESSION), codec.name_digest(session_id)):
-                number = self._ids[session_id] = int(columns.sessions[place])
+                if int(columns.sessions[place]) not in dropped:
+                    number = self._ids[session_id] = int(columns.sessions[place])
         return number
 
     def session_ids(self) -> tuple[str, ...]:
@@ -317,11 +372,15 @@ class Journal:
         if self.follows:
             self._look()
         columns, listed = self._columns, self._listed
-        places = columns.places(codec.SESSION)
-        if len(listed) < len(places):
-            new = [self._session(columns, place).session_id for place in places[len(listed) :]]
-            listed = self._listed = listed + tuple(new)
-        return tuple(dict.fromkeys([*listed, *self._ids]))
+        dropped = columns.dropped_sessions()
+        numbers = []
+        for place in columns.places(codec.SESSION).tolist():
+            number = int(columns.sessions[place])
+            if number not in dropped:
+                numbers.append(number)
+                if number not in listed:
+                    listed[number] = self._session(columns, place).session_id
+        return tuple(dict.fromkeys([*(listed[number] for number in numbers), *self._ids]))
 
     def tree(self, number: int) -> SessionTree:
         """The tree of a stored session, as it is now: its nodes are read when they are asked for."""
@@ -360,16 +419,22 @@ class Journal:
             at = None if record.tip is None else record.tip[0]
         index = None
         for record in reversed(chain):
-            index = self._opened_index(columns, record, index)
+            index = self._opened_index(columns, record, index, whole=record.session != number)
         assert index is not None
         return index
 
-    def _opened_index(self, columns: Columns, record: codec.SessionRecord, source: StoredIndex | None) -> StoredIndex:
-        """The nodes of one session, over the path of one of ``source`` where it is a fork."""
-        places = columns.places(codec.NODE, record.session)
+    def _opened_index(
+        self, columns: Columns, record: codec.SessionRecord, source: StoredIndex | None, *, whole: bool
+    ) -> StoredIndex:
+        """The nodes of one session, over the path of one of ``source`` where it is a fork.
+
+        ``whole``: with those that were dropped, since a fork may share them.
+        """
+        drops = () if whole else self._dropped(columns, record.session)
+        key = record.session, bool(drops)
         with self._lock:
-            index = self._indexes.get(record.session)
-            if index is not None and index.told == len(places):
+            index = self._indexes.get(key)
+            if index is not None and index.told == self._told(columns, *key):
                 return index
         if record.tip is None or source is None:
             rules = scheme(record.scheme, **dict(record.params))
@@ -380,15 +445,43 @@ class Journal:
             root, first = tip.ancestor(0), tip.depth + 1
         if root.id != record.root_id:
             raise CorruptTree(f"session {record.session_id!r} has root {record.root_id[:4].hex()}, not {root.id[:4].hex()}")
-        index = StoredIndex(root, record.limits, self._nodes(columns, places, first, record.session), tip=tip)
-        index.told = len(places)
+        index = StoredIndex(root, record.limits, self._nodes(columns, first, record.session, drops), tip=tip)
+        index.told = self._told(columns, *key)
         with self._lock:
-            self._indexes[record.session] = index
+            self._indexes[key] = index
         return index
 
-    def _nodes(self, columns: Columns, places: NDArray[np.int64], first: int, number: int) -> SessionNodes:
-        """Nodes by ordinal, each once; where one is missing, it is when it is asked for."""
+    def _told(self, columns: Columns, number: int, drops: bool) -> tuple[int, int, int]:
+        """What an index of a session was made of: as long as that is the same, so is the index."""
+        beginning = 0 if columns.lease is None else columns.lease.first
+        return beginning, len(columns.places(codec.NODE, number)), len(columns.places(codec.DROP, number)) if drops else 0
+
+    def _dropped(self, columns: Columns, number: int) -> tuple[int, ...]:
+        """The ordinals that a session no longer shows, without those below them."""
+        ordinals: set[int] = set()
+        for place in columns.places(codec.DROP, number):
+            record = codec.decode(self._log.read(columns.entries[place]))
+            if not isinstance(record, codec.DropRecord) or record.session != number:
+                raise CorruptTree(f"the record of what session {number} dropped is that of something else")
+            ordinals.update(record.ordinals)
+        return tuple(sorted(ordinals))
+
+    def pinned(self, number: int) -> dict[bytes, int]:
+        """The pinned nodes of a session: ordinals by id."""
+        columns = self._columns
+        pins: dict[bytes, int] = {}
+        for place in columns.places(codec.PIN, number):
+            entry = columns.entries[place]
+            if entry["key"]:
+                pins[entry["id"].tobytes()] = int(entry["ordinal"])
+            else:
+                pins.pop(entry["id"].tobytes(), None)
+        return pins
+
+    def _nodes(self, columns: Columns, first: int, number: int, drops: Sequence[int] = (), *, most: int = 0) -> SessionNodes:
+        """Nodes by ordinal, each once, ``most`` or more of them; where one is missing, it is when it is asked for."""
         ordinals = columns.ordinals
+        places = columns.places(codec.NODE, number)
         if len(places) and ordinals[places[-1]] != first + len(places) - 1:  # some were told of more than once, or are missing
             known, once = np.unique(ordinals[places], return_index=True)
             if int(known[0]) < first or int(known[-1]) - first > 2 * len(columns.kinds):
@@ -396,6 +489,10 @@ class Journal:
             by_ordinal = np.full(int(known[-1]) - first + 1, MISSING, np.int64)
             by_ordinal[known.astype(np.int64) - first] = places[once]
             places = by_ordinal
+        if len(places) < most:
+            places = np.concatenate([places, np.full(most - len(places), MISSING, np.int64)])
+        if drops:
+            places = np.where(_below(drops, _parents(columns, places), first), MISSING, places)
         return SessionNodes(self._log, columns, places, first)
 
     def _session(self, columns: Columns, place: int) -> codec.SessionRecord:
@@ -429,6 +526,22 @@ class Journal:
         self._ids[session_id] = number
         return number, incarnation
 
+    def pin(self, number: int, ordinal: int, node_id: bytes, pinned: bool, waiting: int) -> None:
+        """Record that a node, which rests on ``waiting``, is pinned or no longer. Waits for it where changes are waited for."""
+        self._record(codec.PinRecord(number, ordinal, node_id, pinned), waiting)
+
+    def drop(self, number: int, ordinals: Sequence[int], waiting: int = 0) -> None:
+        """Record that a session no longer shows some nodes and what is below them; [0]: that it is gone itself. Waits likewise."""
+        self._record(codec.DropRecord(number, tuple(sorted(set(ordinals)))), waiting)
+        if 0 in ordinals:
+            self._ids = {session_id: each for session_id, each in self._ids.items() if each != number}
+
+    def _record(self, record: codec.Record, waiting: int) -> None:
+        self._check_writable()
+        number = self._log.enqueue(_with_prefixes([codec.encode(record)]), waiting)
+        if self.waits:
+            self._log.wait(number)
+
     def opened(self, number: int) -> int:
         """Record that a session is opened to be written to: which opening of the store that is, counted from 1."""
         with self._lock:
@@ -447,10 +560,7 @@ class Journal:
 
     def alias(self, namespace: Namespace, alias: str, identity: bytes | None) -> None:
         """Record what an alias names; None: nothing any more. Waits for it where changes are waited for."""
-        self._check_writable()
-        waiting = self._log.enqueue(_with_prefixes([codec.encode(codec.AliasRecord(namespace, alias, identity))]))
-        if self.waits:
-            self._log.wait(waiting)
+        self._record(codec.AliasRecord(namespace, alias, identity), 0)
 
     def aliased(self, namespace: Namespace, alias: str) -> bytes | None:
         """What an alias named when the log was looked at."""

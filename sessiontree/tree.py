@@ -20,7 +20,17 @@ from sessiontree import query, render
 from sessiontree.details import NO_DETAILS, Details
 from sessiontree.digest import ID_BYTES
 from sessiontree.edits import Content, Edit, Plan, plan_linear, plan_prefix, plan_rewrite, without_bos
-from sessiontree.errors import HeadMoved, KeyTaken, LimitExceeded, NameTaken, OutOfRange, UnknownHead, UnknownNode
+from sessiontree.errors import (
+    HeadMoved,
+    KeyTaken,
+    LimitExceeded,
+    NameTaken,
+    NodeHeld,
+    OutOfRange,
+    UnknownHead,
+    UnknownNode,
+    Unsupported,
+)
 from sessiontree.features import FeatureStore
 from sessiontree.frozen import Sealed, checked_text, freeze_metadata, no_subclasses, seal
 from sessiontree.index import Limits, NodeIndex
@@ -108,7 +118,7 @@ class SessionTree(Sealed):
         return pmap({name: Head(head.node, head.version) for name, head in self._heads.items()}, pre_size=8)
 
     def __len__(self) -> int:
-        return self._count
+        return self._count - self._index.missing
 
     def __iter__(self) -> Iterator[Node]:
         return self._index.walk(self._count)
@@ -248,7 +258,7 @@ class SessionTree(Sealed):
         return Head(found.node, found.version) if isinstance(found, StoredHead) else found
 
     def __repr__(self) -> str:
-        return f"<SessionTree {self.root.id[:4].hex()} {self.scheme.name} nodes={self._count} heads={sorted(self._heads)}>"
+        return f"<SessionTree {self.root.id[:4].hex()} {self.scheme.name} nodes={len(self)} heads={sorted(self._heads)}>"
 
     # New values
 
@@ -364,6 +374,39 @@ class SessionTree(Sealed):
 
     def _with_heads(self, heads: PMap[str, Head | StoredHead], moves: int) -> SessionTree:
         return _value(self._index, self._count, heads, moves, self._writes)
+
+    def drop(self, *nodes: Node | bytes) -> SessionTree:
+        """The tree without these nodes and all below them. O(all nodes).
+
+        Raises UnknownNode, NodeHeld where a head is among them, Unsupported for the root, and for the path that a fork shares.
+        """
+        roots = [self._resolve(node) for node in nodes]
+        self._check_held(roots, ((f"head {name!r}", head.node) for name, head in self._heads.items()))
+        lowest = self._index
+        while lowest.base is not None:
+            lowest = lowest.base
+        index = NodeIndex(lowest.root, lowest.limits, tip=lowest.tip)
+        gone = {node.id for node in roots}
+        for ordinal, node in enumerate(self):
+            if node.id in gone or (node.parent is not None and node.parent.id in gone):
+                gone.add(node.id)
+            elif ordinal >= index.base_count:
+                index.add(node)
+        moves = self._moves + 1 + self._count - index.count
+        return _value(index, index.count, self._heads, moves, True)
+
+    def _check_held(self, roots: Sequence[Node], held: Iterable[tuple[str, Node]]) -> None:
+        """Whether these nodes can go, given what is held and by what."""
+        index = self._index
+        for root in roots:
+            ordinal = index.find_ordinal(root, self._count)
+            if root.parent is None or ordinal is None or ordinal < index.lowest:
+                what = "the root" if root.parent is None else "a node of the path that a fork shares"
+                raise Unsupported(f"{what} goes with its session alone", node=root)
+        for holder, node in held:
+            for root in roots:
+                if node.depth >= root.depth and node.ancestor(root.depth).id == root.id:
+                    raise NodeHeld(f"{root!r} is held by {holder}, at {node!r}", node=node, holder=holder)
 
     def forked(self, node: Node | bytes) -> SessionTree:
         """A tree that holds the path of ``node``; nodes are shared, heads are not. O(1), but for open tool calls.

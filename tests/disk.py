@@ -82,7 +82,8 @@ class Disk(System):
         self._hit = 0
         self._handles: dict[int, int] = {}
         self._next = 10_000  # no descriptor of the operating system's
-        self._locked: dict[int, int] = {}
+        self._locked: dict[int, set[int]] = {}  # descriptors that hold a lock of each file
+        self._shared: set[int] = set()  # those of them that share it
         self._lock = threading.RLock()
 
     # for tests
@@ -152,8 +153,8 @@ class Disk(System):
         with self._lock:
             file = self._open_file(fd)
             del self._handles[fd]
-            if self._locked.get(file) == fd:
-                del self._locked[file]
+            self._locked.get(file, set()).discard(fd)
+            self._shared.discard(fd)
 
     def size(self, fd: int) -> int:
         return len(self.files[self._open_file(fd)])
@@ -245,9 +246,16 @@ class Disk(System):
             self._file(path)
             return [posixpath.basename(name) for name in self.names if posixpath.dirname(name) == path and name != path]
 
-    def flock(self, fd: int) -> bool:
+    def flock(self, fd: int, *, shared: bool = False) -> bool:
         with self._lock:
-            return self._locked.setdefault(self._open_file(fd), fd) == fd
+            holders = self._locked.setdefault(self._open_file(fd), set())
+            others = holders - {fd}
+            if others and not (shared and others <= self._shared):
+                return False
+            holders.add(fd)
+            if shared:
+                self._shared.add(fd)
+            return True
 
 
 def _crashed(events: list[Event], rng: random.Random, base: tuple[dict[str, int], dict[int, bytes]]) -> Disk:

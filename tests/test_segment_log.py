@@ -525,7 +525,7 @@ def test_c85_mutated_frames_are_frames_of_the_log_or_none() -> None:
         disk.files[file] = data
         disk.read = disk.asked = 0
         strict = rng.random() < 0.5
-        walk = scan.Scan(disk, f"{ROOT}/segments", keys, entry_of, strict, frames.End())
+        walk = scan.Scan(disk, f"{ROOT}/segments", keys, entry_of, strict)
         try:
             walk.walk()
         except (CorruptTree, IncompatibleStore) as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 from numpy.typing import NDArray
@@ -10,6 +10,13 @@ from numpy.typing import NDArray
 from sessiontree.errors import StoreFailed
 
 Durability = Literal["commit", "group", "relaxed"]
+Records = Sequence[tuple[bytes | tuple[bytes, ...], bytes]]  # each whole or in parts, and what an index is to know of it
+
+
+class Lease(Protocol):
+    """As long as it is held, what came with it can be read. ``first``: which beginning of the log it is of."""
+
+    first: int
 
 
 class WriteLost(StoreFailed):
@@ -45,7 +52,7 @@ class Log(Protocol):
 
     def enqueue(
         self,
-        records: Sequence[tuple[bytes | tuple[bytes, ...], bytes]],
+        records: Records,
         after: int = 0,
         told: Sequence[object] = (None,),
         expected: object = None,
@@ -76,5 +83,27 @@ class Log(Protocol):
 
     def read(self, known: Any) -> bytes:
         """The record of an entry. Raises CorruptTree."""
+
+    @property
+    def lease(self) -> Lease:
+        """What keeps the entries readable that there are now: hold it with them."""
+
+    def cut(self) -> tuple[NDArray[Any], Any]:
+        """Begin anew behind all there is: the entries so far, and the place to give to ``begin_at``."""
+
+    def records(self, entries: NDArray[Any]) -> Iterator[bytes]:
+        """Their records in order. Raises CorruptTree."""
+
+    def copy(self, records: Records) -> None:
+        """Store records once more, past what is in line, durably."""
+
+    def begin_at(self, base: Any, last: Callable[[NDArray[Any]], Records]) -> None:
+        """Forget what stands before a place, once the records that ``last`` names, given all entries, are stored once more too.
+
+        What is forgotten goes when nothing holds the lease of earlier entries, in any process.
+        """
+
+    def sweep(self) -> bool:
+        """Whether all that was forgotten is gone by now."""
 
     def close(self) -> None: ...

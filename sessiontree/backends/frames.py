@@ -99,6 +99,17 @@ class End(NamedTuple):
         return self.offset - self.frame == FRAME_OVERHEAD
 
 
+class Base(NamedTuple):
+    """Where a log begins: at a segment, behind a sequence. ``synced``: the sequence that was synced when it was made to."""
+
+    segment: int = 1
+    sequence: int = 0
+    synced: int = 0
+
+
+NO_BASE: Final = Base()
+
+
 class Frame(NamedTuple):
     first: int  # numbers of the batches in it
     last: int
@@ -288,6 +299,13 @@ def write_all(system: System, fd: int, parts: Sequence[bytes], offset: int, *, s
 
 def segment_path(directory: str, segment: int, suffix: str) -> str:
     return f"{directory}/{segment:08d}.{suffix}"
+
+
+def numbered(names: Sequence[str], suffix: str, first: int = 0, stop: int = 2**62) -> list[int]:
+    """Numbers in ``[first, stop)`` of the files with that suffix."""
+    size = len(suffix)
+    found = (int(name[:-size]) for name in names if name.endswith(suffix) and name[:-size].isdigit())
+    return [number for number in found if first <= number < stop]
 
 
 # sidecars -------------------------------------------------------------------------------------------------------------------

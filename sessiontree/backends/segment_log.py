@@ -3,9 +3,11 @@
 It knows bytes and index entries, nothing of nodes. Little endian throughout::
 
     FORMAT                  format version and the store's uuid, whose crc seeds every other checksum
+    BASE                    where the log begins, once it was compacted; before, at segment 1
     LOCK                    flock of the one writer
     segments/NNNNNNNN.seg   frames, one after the other; zeros after the last are preallocation
     segments/NNNNNNNN.idx   blocks of ENTRY rows for frames known to be synced; derived, may be deleted
+    segments/NNNNNNNN.lease shared flock of every reader of the log that begins at this segment
 
     frame   header: magic, version, segment, number of records, sequence, synced, length of the body, crc of this at its offset
             body:   each record behind its head: magic, length, crc
@@ -30,21 +32,27 @@ A sidecar cannot make bad data look sound: its rows carry the crc of each record
 checks the record itself); its block is ignored unless its checksum, its sequences, and the header of the last frame it covers
 agree with the segment; and that a segment is shorter than its sidecar is damage. What it does is to put off finding damage from
 opening to reading; ``strict=False`` opens without it.
+
+Compaction. Records that are to stay are written again, behind all there is, while others go on writing; then BASE, renamed into
+place, says that the log begins behind the old segments. What goes before the rename leaves a log with copies in it, which is the
+same log. What stood before is removed once nobody reads it: no process holds the lease of an earlier beginning, nothing in this one
+holds its :class:`Lease`.
 """
 
 from __future__ import annotations
 
 import atexit
 import errno
+import itertools
 import os
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Final
-from weakref import WeakSet
+from typing import Any, Final, TypeVar
+from weakref import WeakSet, ref
 
 import numpy as np
 
@@ -54,8 +62,10 @@ from sessiontree.backends.frames import (
     ENTRY,
     FRAME_OVERHEAD,
     HEAD,
+    NO_BASE,
     PREFIX_SIZE,
     VERSION,
+    Base,
     End,
     Entries,
     Frame,
@@ -65,6 +75,7 @@ from sessiontree.backends.frames import (
     block_of,
     build_frame,
     crc32,
+    numbered,
     read_file,
     segment_path,
     size_of,
@@ -76,7 +87,9 @@ from sessiontree.backends.system import System
 from sessiontree.errors import CorruptTree, IncompatibleStore, LimitExceeded, StoreClosed, StoreFailed, StoreLocked
 from sessiontree.locks import new_lock
 
-__all__ = ["ENTRY", "PREFIX_SIZE", "Durability", "SegmentLog"]
+__all__ = ["ENTRY", "PREFIX_SIZE", "Durability", "Lease", "SegmentLog"]
+
+T = TypeVar("T")
 
 MAX_RECORD: Final = 2**28
 MAX_BATCH: Final = 2**31
@@ -86,6 +99,7 @@ _BLOCK_ROWS: Final = 4096
 _RESERVE: Final = 2**20
 _LOCK_SECONDS: Final = 0.8
 _POLL: Final = (0.002, 0.05)  # seconds between two looks of the background thread: after work, and at most
+_SWEEP: Final = 16  # looks between two at what can be removed
 _PATIENCE: Final = 0.001
 _CACHED_FILES: Final = 128
 # What a write fails with before anything of it counts; nothing else tells a failed write from a failed sync.
@@ -93,9 +107,10 @@ _FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 class _Table:
-    """Rows that only grow. What a view shows is never written again."""
+    """Rows that only grow. What a view shows is never written again. ``count``: how many are shown."""
 
     def __init__(self) -> None:
+        self.count = 0
         self._rows: Entries = np.empty(0, ENTRY)
         self._bytes = memoryview(b"")  # theirs
 
@@ -108,7 +123,7 @@ class _Table:
             return
         if stop > len(self._bytes) or self._bytes.readonly:
             count = stop // ENTRY.itemsize
-            rows = np.empty(max(1024, count + count // 2), ENTRY)
+            rows = np.empty(max(1024, count + count // 4), ENTRY)
             rows[:start] = self._rows[:start]
             self._rows, self._bytes = rows, rows.view(np.uint8).data
         self._bytes[first:stop] = data
@@ -117,6 +132,24 @@ class _Table:
         view = self._rows[start:count]
         view.flags.writeable = False
         return view
+
+
+class Lease:
+    """As long as this is held, the entries that came with it can be read."""
+
+    __slots__ = ("__weakref__", "_fd", "_system", "first")
+
+    def __init__(self, system: System, first: int, fd: int = -1) -> None:
+        self.first = first  # segment
+        self._system = system
+        self._fd = fd
+
+    def end(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._system.close(fd)
+
+    __del__ = end  # a forked child's too: the lock stays the parent's
 
 
 # the log --------------------------------------------------------------------------------------------------------------------
@@ -170,6 +203,10 @@ class SegmentLog:
         self._closed = False
         self._failure: tuple[str, OSError] | None = None
         self._table = _Table()
+        self._base = NO_BASE
+        self.lease = Lease(system, NO_BASE.segment)  # of what entries() shows
+        self._before: list[ref[Lease]] = []  # of what it showed before
+        self._litter = True  # there may be files of what it showed before
         self._end = End()
         self._covered = End()
         self._index_size = 0
@@ -243,16 +280,17 @@ class SegmentLog:
 
     def entries(self) -> Entries:
         """All records in commit order, read-only: the durable ones, under ``relaxed`` and for a reader the written ones."""
-        count = self._end.records
-        return self._table.view(count)
+        table = self._table
+        return table.view(table.count)
 
     def refresh(self) -> Entries:
         """The entries that came since the last call. A reader, or a forked child, looks on the disk."""
         with self._reader:
             if self._lock_fd < 0:
                 self._follow()
-            start, self._followed = self._followed, self._end.records
-            return self._table.view(self._followed, start)
+            table = self._table
+            start, self._followed = self._followed, table.count
+            return table.view(self._followed, start)
 
     def read(self, entry: Any) -> bytes:
         """The record of an entry, or of an index into ``entries()``, checked. Raises CorruptTree."""
@@ -541,8 +579,7 @@ class SegmentLog:
         return frame
 
     def _publish(self, frame: Frame) -> None:
-        self._table.put(frame.end.records - len(frame.rows) // ENTRY.itemsize, [frame.rows])
-        self._end = frame.end
+        self._put(frame)
         if self._durability != "relaxed":
             self._synced = frame.end.sequence
             self._durable = frame.last
@@ -552,6 +589,11 @@ class SegmentLog:
             self._queue = (base, items, None, lost)
         if items:  # this thread may go on writing
             self._wake()
+
+    def _put(self, frame: Frame) -> None:
+        self._table.put(frame.end.records - len(frame.rows) // ENTRY.itemsize, [frame.rows])
+        self._end = frame.end
+        self._table.count = frame.end.records
 
     def _sync(self) -> None:
         """Make what is written durable."""
@@ -643,13 +685,170 @@ class SegmentLog:
             except OSError:
                 return
 
+    # compaction
+
+    def _alone(self, work: Callable[[], T]) -> T:
+        """Do something while no frame is being written."""
+        me = threading.get_ident()
+        while True:
+            claimed = False
+            try:
+                if self._leader == me:
+                    raise RuntimeError("a signal handler or finalizer cannot compact while its thread commits")
+                if not self._leader:
+                    claimed, self._leader = True, me
+                    with self._writer:
+                        if self._refused or self._pid != os.getpid():
+                            raise self._refuse()
+                        while self._queue[2] is not None and self._step():  # that an interrupt left
+                            pass
+                        if self._failure is not None:
+                            raise self._failed()
+                        return work()
+            except OSError as error:
+                raise StoreFailed(f"{self._path} was not compacted: {error}", errno=error.errno) from error
+            finally:
+                if claimed:
+                    self._leader = 0
+                    self._wake()
+            time.sleep(0.0005)
+
+    def cut(self) -> tuple[Entries, Base]:
+        """Begin a new segment: all entries before it, and where it begins. Nothing that is in line is waited for."""
+
+        def roll() -> tuple[Entries, Base]:
+            if self._end.offset or self._end.fd < 0:
+                self._roll()
+            return self.entries(), Base(self._end.segment, self._end.sequence)
+
+        return self._alone(roll)
+
+    def records(self, entries: Entries) -> Iterator[bytes]:
+        """The records of entries in order, checked; those that lie side by side are read together. Raises CorruptTree."""
+        assert self._keys is not None
+        window, fd, current = None, -1, -1
+        try:
+            for segment, offset, length, crc in entries[["segment", "offset", "length", "crc"]].tolist():
+                if window is None or segment != current:
+                    if fd >= 0:
+                        self._system.close(fd)
+                    fd = self._system.open(segment_path(self._segments, segment, "seg"), os.O_RDONLY)
+                    window, current = Window(self._system, fd), segment
+                record = window.get(offset, length)
+                if len(record) != length or crc32(record, self._keys.seed ^ length) != crc:
+                    raise _damaged(segment, offset, f"the record of {length} bytes does not match its checksum")
+                yield record
+        finally:
+            if fd >= 0:
+                self._system.close(fd)
+
+    def copy(self, records: Records) -> None:
+        """Write records behind all there is, durably, past what is in line. Raises StoreFailed; nothing is lost then."""
+        self._alone(lambda: self._write_aside(records))
+
+    def begin_at(self, base: Base, last: Callable[[Entries], Records]) -> None:
+        """Let the log begin where ``cut`` said. ``last``: given all entries, what else is to be copied first."""
+
+        def switch() -> None:
+            dropped = int(np.searchsorted(self._table.view(self._table.count)["segment"], base.segment))
+            if records := last(self.entries()):
+                self._write_aside(records)
+            self._sync()
+            now = base._replace(synced=self._synced)
+            body = b"sessiontree base %d %d %d" % now
+            assert self._keys is not None
+            self._make_lease(now.segment)
+            data = body + b" %08x\n" % crc32(body, self._keys.seed)
+            write_new(self._system, self._path + "/BASE", data, sync=True)
+            try:
+                self._system.fsync_dir(self._path)
+            except OSError as error:  # it begins there or not
+                raise self._stop("a sync of the directory failed", error) from error
+            table = _Table()
+            if self._table.count > dropped:
+                table.put(0, [self._table.view(self._table.count, dropped).tobytes()])
+            table.count = self._table.count - dropped
+            self._before.append(ref(self.lease))
+            self._base, self._table = now, table
+            self._end = self._end._replace(records=self._end.records - dropped)
+            self._covered = self._covered._replace(records=self._covered.records - dropped)
+            self._followed = max(0, self._followed - dropped)
+            self.lease = Lease(self._system, now.segment)
+            self._litter = True
+
+        self._alone(switch)
+
+    def _make_lease(self, first: int) -> None:
+        """The file that readers lock. It need not outlive a crash of the system, which no reader does."""
+        self._system.close(self._system.open(segment_path(self._segments, first, "lease"), os.O_RDWR | os.O_CREAT))
+
+    def _write_aside(self, records: Records) -> None:
+        """One frame of records that are in no line. The caller is alone."""
+        assert self._keys is not None
+        size = FRAME_OVERHEAD + sum([HEAD.size + size_of(record) for record, _ in records])
+        if self._end.fd < 0 or (self._end.offset and self._end.offset + size > self._segment_bytes):
+            self._roll()
+        frame = build_frame(self._keys, self._end, self._synced, 0, (records,))
+        if frame.end.offset > self._room:
+            self._reserve(frame.end.offset)
+        try:
+            write_all(self._system, frame.end.fd, frame.parts, frame.end.frame)
+        except OSError as error:
+            try:
+                self._system.ftruncate(frame.end.fd, frame.end.frame)
+                self._system.fdatasync(frame.end.fd)
+                self._room = frame.end.frame
+            except OSError as second:
+                raise self._stop(f"a write failed ({error}) and could not be undone", second) from error
+            raise
+        self._sync_fd(frame.end.fd)  # all of the segment, under relaxed too
+        self._put(frame)
+        self._synced, self._durable = frame.end.sequence, self._written
+
+    def sweep(self) -> bool:
+        """Remove what stands before the beginning, if nobody reads it any more. True: nothing is left of it.
+
+        The background thread goes on trying.
+        """
+        with self._writer, suppress(OSError):
+            if not self._refused and self._litter:
+                self._litter = not self._sweep()
+        return not self._litter
+
+    def _sweep(self) -> bool:
+        system, first = self._system, self._base.segment
+        names = system.listdir(self._segments)
+        if not any(numbered(names, suffix, 0, first) for suffix in (".seg", ".idx", ".lease")):
+            return True
+        self._before = [lease for lease in self._before if lease() is not None]
+        if self._before:
+            return False
+        for number in numbered(names, ".lease", 0, first):
+            fd = system.open(segment_path(self._segments, number, "lease"), os.O_RDWR)
+            try:
+                if not system.flock(fd):
+                    return False
+            finally:
+                system.close(fd)
+        for number in [number for number in self._files if number < first]:
+            system.close(self._files.pop(number))
+        for suffix in ("seg", "idx", "lease"):
+            for number in numbered(names, f".{suffix}", 0, first):
+                system.unlink(segment_path(self._segments, number, suffix))
+        system.fsync_dir(self._segments)
+        return True
+
     # the background thread
 
     def _run(self) -> None:
         pause, longest = _POLL
-        while self._failure is None and not self._closing.wait(pause):
+        for look in itertools.count(1):
+            if self._failure is not None or self._closing.wait(pause):
+                break
             try:
                 busy = self._tend()
+                if self._litter and look % _SWEEP == 0:
+                    self.sweep()
             except StoreFailed:
                 continue
             except Exception as error:
@@ -688,8 +887,12 @@ class SegmentLog:
                     raise IncompatibleStore(f"{self._path} holds segments and no FORMAT")
             return
         assert self._keys is not None
+        self._take_lease()
         if self._scan is None:
-            self._scan = Scan(self._system, self._segments, self._keys, self._entry_of, self._strict, self._end._replace(fd=-1))
+            self._scan = Scan(self._system, self._segments, self._keys, self._entry_of, self._strict, self._base)
+            self._table = _Table()
+            self._end = self._scan.at
+            self._followed = 0
         scan, start = self._scan, self._end.records
         try:
             scan.walk()
@@ -697,7 +900,34 @@ class SegmentLog:
             if rows := scan.take():
                 self._table.put(start, rows)
             self._end = scan.at
+            self._table.count = scan.at.records
             self.damaged = tuple(scan.damaged)
+
+    def _take_lease(self) -> None:
+        """See where the log begins by now, and keep what stands there from being removed."""
+        base = self._read_base()
+        while self._scan is None or base != self._base:
+            path = segment_path(self._segments, base.segment, "lease")
+            fd = -1
+            with suppress(FileNotFoundError):  # nobody has compacted yet, or has done so just now
+                fd = self._system.open(path, os.O_RDONLY)
+                self._system.flock(fd, shared=True)
+            lease = Lease(self._system, base.segment, fd)
+            seen, base = base, self._read_base()
+            if seen == base:
+                self._base, self.lease, self._scan = base, lease, None
+                return
+
+    def _read_base(self) -> Base:
+        assert self._keys is not None
+        data = read_file(self._system, self._path + "/BASE")
+        if data is None:
+            return NO_BASE
+        body, _, crc = data.rstrip(b"\n").rpartition(b" ")
+        words = body.split()
+        if crc != b"%08x" % crc32(body, self._keys.seed) or words[:2] != [b"sessiontree", b"base"] or len(words) != 5:
+            raise CorruptTree(f"{self._path}/BASE does not match its checksum")
+        return Base(*map(int, words[2:]))
 
     def _open_writer(self) -> None:
         system = self._system
@@ -715,7 +945,12 @@ class SegmentLog:
         system.fsync_dir(self._path)
         with suppress(PermissionError):  # a parent that may not be read: its owner made this directory, and synced it or not
             system.fsync_dir(os.path.dirname(self._path))
+        self._base = self._read_base()
         self._recover()
+        self._make_lease(self._base.segment)
+        self.lease = Lease(system, self._base.segment)
+        with suppress(OSError):
+            self._litter = not self._sweep()
         _open_logs.add(self)
         self._thread = threading.Thread(target=self._run, name="segment-log", daemon=True)
         self._thread.start()
@@ -755,13 +990,15 @@ class SegmentLog:
         """Find the end of the log, cut what is torn, and make the rest durable again."""
         assert self._keys is not None
         system = self._system
-        scan = Scan(system, self._segments, self._keys, self._entry_of, self._strict, End())
+        scan = Scan(system, self._segments, self._keys, self._entry_of, self._strict, self._base)
         scan.walk()
         end = scan.at
         if rows := scan.take():
             self._table.put(0, rows)
+        self._table.count = end.records
         self.damaged = tuple(scan.damaged)
-        if end.segment and not scan.sealed and not any(segment == end.segment for segment, _, _ in scan.damaged):
+        broken = scan.sealed or any(segment == end.segment for segment, _, _ in scan.damaged)
+        if end.segment >= self._base.segment and not broken:
             fd = system.open(segment_path(self._segments, end.segment, "seg"), os.O_RDWR)
             self._end = end = end._replace(fd=fd)
             self._renew(fd, scan)
@@ -832,6 +1069,7 @@ class SegmentLog:
                 self._system.close(fd)
         self._end = self._end._replace(fd=-1)
         self._lock_fd = -1
+        self.lease = Lease(self._system, self.lease.first)  # who still reads holds the one before
 
     def __del__(self) -> None:  # a reader that nobody closed; a writer's thread holds it
         if not self._closed and self._pid == os.getpid():

@@ -76,10 +76,10 @@ class System:
     def listdir(self, path: str) -> list[str]:
         return os.listdir(path)
 
-    def flock(self, fd: int) -> bool:
-        """Try to take the exclusive lock of an open file; False: another descriptor has it."""
+    def flock(self, fd: int, *, shared: bool = False) -> bool:
+        """Try to lock an open file, alone or with others; False: another descriptor's lock forbids it."""
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True

@@ -20,13 +20,14 @@ from sessiontree.digest import content_prefix, node_id
 from sessiontree.edits import has_table
 from sessiontree.errors import CorruptTree
 from sessiontree.frozen import freeze_metadata
+from sessiontree.heads import Head
 from sessiontree.index import Limits
 from sessiontree.media import MediaItem
 from sessiontree.node import Lineage, Namespace, Node, Origin, TurnPositions
 from sessiontree.positions import PositionScheme, PositionState
 from sessiontree.positions.runs import Runs
 from sessiontree.tokens import TOKEN_BYTES, PathCache
-from sessiontree.tree import DEFAULT_PATH_CACHE_BYTES, Head, SessionTree, new_tree
+from sessiontree.tree import DEFAULT_PATH_CACHE_BYTES, SessionTree, new_tree
 from sessiontree.turns import Turn
 
 

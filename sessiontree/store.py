@@ -24,7 +24,7 @@ from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pyrsistent import PMap, pmap
+from pyrsistent import PMap
 
 from sessiontree.backends.blobs import FeatureFolder
 from sessiontree.details import NO_DETAILS, Details
@@ -45,6 +45,7 @@ from sessiontree.errors import (
 from sessiontree.features import DEFAULT_BUDGET as DEFAULT_FEATURE_BYTES
 from sessiontree.features import Features, FeatureStore
 from sessiontree.frozen import checked_text, freeze_metadata
+from sessiontree.heads import Head, HeadNodes
 from sessiontree.journal import Durability, Journal, Overtaken, WriteLost
 from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
@@ -55,7 +56,7 @@ from sessiontree.prefixes import PrefixMatch
 from sessiontree.query import Diff, Order, Problem
 from sessiontree.record import Recorded, plan_record, with_key
 from sessiontree.tokens import PathCache, TokenIds, in_range, token_array, token_bytes
-from sessiontree.tree import DEFAULT_PATH_CACHE_BYTES, UNSET, Head, SessionTree, limits_of, lineage_of, new_tree
+from sessiontree.tree import DEFAULT_PATH_CACHE_BYTES, UNSET, SessionTree, limits_of, lineage_of, new_tree
 from sessiontree.turns import Turn, plan_turn
 
 __all__ = ["Session", "SessionStore"]
@@ -160,8 +161,8 @@ class Session:
 
     @property
     def heads(self) -> PMap[str, Node]:
-        """Named nodes; a copy each time."""
-        return pmap({name: head.node for name, head in self._tree.heads.items()}, pre_size=8)
+        """Named nodes; a copy each time. Of a session on disk, each is read when it is asked for by name."""
+        return HeadNodes(dict(self._tree.heads))
 
     def head(self, name: str) -> Head:
         """A head with its version. Raises UnknownHead."""

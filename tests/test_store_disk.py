@@ -2280,8 +2280,10 @@ def test_d04_nodes_beside_a_damaged_one_are_served() -> None:
 
 
 def test_d04_a_head_whose_node_is_damaged_is_a_typed_error() -> None:
-    with open_on(lost(5, "head"), strict=False) as store, pytest.raises(CorruptTree):
-        store.get("s").head("main")
+    with open_on(lost(5, "head"), strict=False) as store:
+        head = store.get("s").head("main")
+        with pytest.raises(CorruptTree):
+            head.node.path()
     with open_on(lost(5, "fork"), strict=False) as store, pytest.raises(CorruptTree):
         list(store.get("fork").tree)
 

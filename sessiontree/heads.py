@@ -18,20 +18,22 @@ class Head(Sealed):
 
     ``version`` grows with every move of any head, so that it never repeats. ``node``: of a session on disk it is read when it is
     first asked for, with its path, and kept; that raises CorruptTree where it, or a node before it, is damaged, and StoreClosed
-    where the store was closed before.
+    where the store was closed before. ``uncertain``: it was read from a store that was opened with ``strict=False``, and damage
+    behind its record may hide that it was moved or dropped later; what it says, it said once. No part of the tuple.
     """
 
-    __slots__ = ("_node", "_stored", "version")
+    __slots__ = ("_node", "_stored", "uncertain", "version")
     __match_args__ = ("node", "version")
 
     version: int
+    uncertain: bool
     _node: Node | None
     _stored: StoredHead | None
 
     __init_subclass__ = no_subclasses
 
-    def __new__(cls, node: Node, version: int) -> Head:
-        return _head(node, version, None)
+    def __new__(cls, node: Node, version: int, uncertain: bool = False) -> Head:
+        return _head(node, version, uncertain, None)
 
     @property
     def node(self) -> Node:
@@ -63,10 +65,10 @@ class Head(Sealed):
         return hash((self.node, self.version))
 
     def __reduce__(self) -> Any:
-        return Head, (self.node, self.version)
+        return Head, (self.node, self.version, self.uncertain)
 
     def __repr__(self) -> str:
-        return f"Head(node={self._where}, version={shown(self.version)})"
+        return f"Head(node={self._where}, version={shown(self.version)}{', uncertain=True' if self.uncertain else ''})"
 
     @property
     def _where(self) -> str:
@@ -80,17 +82,18 @@ _SET: Final = seal(Head)
 _set_node = _SET["_node"]
 
 
-def _head(node: Node | None, version: int, stored: StoredHead | None) -> Head:
+def _head(node: Node | None, version: int, uncertain: bool, stored: StoredHead | None) -> Head:
     head: Head = object.__new__(Head)
     _set_node(head, node)
     _SET["_stored"](head, stored)
+    _SET["uncertain"](head, uncertain)
     _SET["version"](head, version)
     return head
 
 
 def handed_head(head: Head | StoredHead) -> Head:
     """A head for callers: one that lies on disk keeps its node once that was read, which the tree's own does not."""
-    return head if isinstance(head, Head) else _head(None, head.version, head)
+    return head if isinstance(head, Head) else _head(None, head.version, head.uncertain, head)
 
 
 class HeadNodes(PMap[str, Node]):

@@ -36,6 +36,7 @@ from sessiontree.errors import (
     Unsupported,
 )
 from sessiontree.features import Features
+from sessiontree.heads import Head
 from sessiontree.media import MediaItem, media_identity
 from sessiontree.node import Namespace, Node
 from sessiontree.positions import ExternalPositions, PositionScheme, PositionState
@@ -44,7 +45,7 @@ from sessiontree.query import Diff, Problem
 from sessiontree.record import Fork, Recorded
 from sessiontree.store import Session, SessionStore, Usage
 from sessiontree.tokens import Position
-from sessiontree.tree import Head, SessionTree
+from sessiontree.tree import SessionTree
 
 __version__ = "0.1.0"
 

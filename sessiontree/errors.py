@@ -183,7 +183,11 @@ class StaleSession(SessionTreeError):
 
 
 class CorruptTree(SessionTreeError):
-    """Stored bytes that do not match their digests."""
+    """Stored bytes that do not match their digests. ``session``: the number in its store of the one whose record they are."""
+
+    session: int
+    segment: int
+    offset: int
 
 
 class IncompatibleStore(SessionTreeError):

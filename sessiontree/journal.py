@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from struct import Struct
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -39,6 +39,8 @@ from sessiontree.tree import SessionTree, stored_tree
 from sessiontree.turns import Turn
 
 __all__ = ["Durability", "Journal", "Overtaken", "SessionNodes", "WriteLost"]
+
+R = TypeVar("R", codec.SessionRecord, codec.HeadRecord)
 
 MISSING: Final = -1  # the place of a node that is nowhere
 _REMEMBERED: Final = 64  # batches, above which those that are durable are forgotten
@@ -221,11 +223,12 @@ class Journal:
     """The sessions of one log. Any thread may call it; it is told what a session did by whoever holds that session's lock.
 
     ``waits``: whether a change is to be waited for before anybody sees it. ``follows``: whether others write, and this one looks
-    after them.
+    after them. ``strict``: whether one damaged session record is an error to whoever lists the sessions.
     """
 
-    def __init__(self, log: Log, path: str, features: FeatureStore, paths: PathCache) -> None:
+    def __init__(self, log: Log, path: str, features: FeatureStore, paths: PathCache, *, strict: bool = True) -> None:
         self.path = path
+        self._strict = strict
         self.follows = log.read_only
         self.waits = log.durability == "commit"
         self._log = log
@@ -234,7 +237,7 @@ class Journal:
         self._lock = new_lock()
         self._underway: deque[tuple[int, tuple[bytes, ...]]] = deque()  # ids of nodes that may not be durable, by what to wait for
         self._ids: dict[str, int] = {}  # numbers of sessions that were found or made, by id
-        self._listed: dict[int, str] = {}  # ids of the sessions that the log was seen to hold, by number
+        self._listed: dict[int, str | None] = {}  # ids of the sessions that the log was seen to hold; None: it is damaged
         self._indexes: WeakValueDictionary[tuple[int, bool], StoredIndex] = WeakValueDictionary()
         self._columns = columns = self._columns_now()
         later = np.flatnonzero((columns.kinds < codec.SESSION) | (columns.kinds > codec.DROP))
@@ -267,7 +270,7 @@ class Journal:
         """The journal in a directory. Raises StoreLocked, IncompatibleStore, CorruptTree."""
         log = SegmentLog.open(path, read_only=read_only, durability=durability, strict=strict, entry_of=prefix_of)
         try:
-            return cls(log, os.fspath(path), features, paths)
+            return cls(log, os.fspath(path), features, paths, strict=strict)
         except BaseException:
             log.close()
             raise
@@ -285,6 +288,15 @@ class Journal:
     def damaged(self) -> tuple[tuple[int, int, int], ...]:
         """(segment, start, stop) of every stretch that opening found damaged."""
         return self._log.damaged
+
+    @property
+    def damaged_sessions(self) -> tuple[int, ...]:
+        """Numbers of the sessions of which there are records, but not their own, or one that listing them found damaged."""
+        columns = self._columns
+        of_sessions = np.isin(columns.kinds, (codec.NODE, codec.HEAD))
+        lost = np.setdiff1d(columns.sessions[of_sessions], columns.sessions[columns.places(codec.SESSION)])
+        damaged = [number for number, session_id in tuple(self._listed.items()) if session_id is None]
+        return tuple(sorted({*lost.tolist(), *damaged}))
 
     @property
     def failed(self) -> bool:
@@ -368,19 +380,28 @@ class Journal:
         return number
 
     def session_ids(self) -> tuple[str, ...]:
-        """In the order they were created."""
+        """In the order they were created. Raises CorruptTree naming the session whose record is damaged; where that is not to be
+        strict, those beside it."""
         if self.follows:
             self._look()
         columns, listed = self._columns, self._listed
         dropped = columns.dropped_sessions()
-        numbers = []
+        found: list[str] = []
         for place in columns.places(codec.SESSION).tolist():
             number = int(columns.sessions[place])
-            if number not in dropped:
-                numbers.append(number)
-                if number not in listed:
+            if number in dropped:
+                continue
+            if number not in listed:
+                try:
                     listed[number] = self._session(columns, place).session_id
-        return tuple(dict.fromkeys([*(listed[number] for number in numbers), *self._ids]))
+                except CorruptTree:
+                    if self._strict:
+                        raise
+                    listed[number] = None
+            if (session_id := listed[number]) is not None:
+                found.append(session_id)
+        made = (session_id for session_id, number in tuple(self._ids.items()) if listed.get(number, "") is not None)
+        return tuple(dict.fromkeys([*found, *made]))
 
     def tree(self, number: int) -> SessionTree:
         """The tree of a stored session, as it is now: its nodes are read when they are asked for."""
@@ -395,13 +416,14 @@ class Journal:
         moves = 0
         places = columns.places(codec.HEAD, number)
         _, last = np.unique(columns.ids(places)[::-1], return_index=True)  # of each name
+        damage = max(((segment, start) for segment, start, _ in self._log.damaged), default=(0, 0))
         for place in places[::-1][last]:
-            record = codec.decode(self._log.read(columns.entries[place]))
-            if not isinstance(record, codec.HeadRecord) or record.session != number:
-                raise CorruptTree(f"the record of a head of session {number} is that of something else")
+            known = columns.entries[place]
+            record = self._read(known, codec.HeadRecord, "a head of ")
             moves = max(moves, record.version)
             if record.ordinal is not None:
-                heads[record.name] = StoredHead(index, record.ordinal, record.version)
+                uncertain = damage > (int(known["segment"]), int(known["offset"]))
+                heads[record.name] = StoredHead(index, record.ordinal, record.version, uncertain)
         return stored_tree(top, top.count, heads, moves)
 
     def _index(self, columns: Columns, number: int) -> StoredIndex:
@@ -411,7 +433,7 @@ class Journal:
         while at is not None:
             mine = columns.places(codec.SESSION, at)
             if not len(mine):
-                raise CorruptTree(f"session {at} has no record")
+                raise CorruptTree(f"session {at} has no sound record", session=at)
             record = self._session(columns, mine[0])
             chain.append(record)
             if record.tip is not None and record.tip[0] >= at:
@@ -496,9 +518,18 @@ class Journal:
         return SessionNodes(self._log, columns, places, first)
 
     def _session(self, columns: Columns, place: int) -> codec.SessionRecord:
-        record = codec.decode(self._log.read(columns.entries[place]))
-        if not isinstance(record, codec.SessionRecord) or record.session != columns.sessions[place]:
-            raise CorruptTree(f"the record of session {columns.sessions[place]} is that of something else")
+        return self._read(columns.entries[place], codec.SessionRecord)
+
+    def _read(self, known: Any, kind: type[R], what: str = "") -> R:
+        """The record of an entry, of a session or of ``what`` of one. Raises CorruptTree naming the session."""
+        number, segment, offset = (int(known[name]) for name in ("session", "segment", "offset"))
+        try:
+            record = codec.decode(self._log.read(known))
+            if not isinstance(record, kind) or record.session != number:
+                raise CorruptTree("it is that of something else")
+        except CorruptTree as error:
+            message = f"the record of {what}session {number} is damaged: {error}"
+            raise CorruptTree(message, session=number, segment=segment, offset=offset) from error
         return record
 
     # Writing

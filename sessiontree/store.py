@@ -24,7 +24,7 @@ from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pyrsistent import PMap, pmap
+from pyrsistent import PMap
 
 from sessiontree.backends.blobs import FeatureFolder
 from sessiontree.details import NO_DETAILS, Details
@@ -45,6 +45,7 @@ from sessiontree.errors import (
 from sessiontree.features import DEFAULT_BUDGET as DEFAULT_FEATURE_BYTES
 from sessiontree.features import Features, FeatureStore
 from sessiontree.frozen import checked_text, freeze_metadata
+from sessiontree.heads import Head, HeadNodes
 from sessiontree.journal import Durability, Journal, Overtaken, WriteLost
 from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
@@ -55,7 +56,7 @@ from sessiontree.prefixes import PrefixMatch
 from sessiontree.query import Diff, Order, Problem
 from sessiontree.record import Recorded, plan_record, with_key
 from sessiontree.tokens import PathCache, TokenIds, in_range, token_array, token_bytes
-from sessiontree.tree import DEFAULT_PATH_CACHE_BYTES, UNSET, Head, SessionTree, limits_of, lineage_of, new_tree
+from sessiontree.tree import DEFAULT_PATH_CACHE_BYTES, UNSET, SessionTree, limits_of, lineage_of, new_tree
 from sessiontree.turns import Turn, plan_turn
 
 __all__ = ["Session", "SessionStore"]
@@ -160,8 +161,8 @@ class Session:
 
     @property
     def heads(self) -> PMap[str, Node]:
-        """Named nodes; a copy each time."""
-        return pmap({name: head.node for name, head in self._tree.heads.items()}, pre_size=8)
+        """Named nodes; a copy each time. Of a session on disk, each is read when it is asked for by name."""
+        return HeadNodes(dict(self._tree.heads))
 
     def head(self, name: str) -> Head:
         """A head with its version. Raises UnknownHead."""
@@ -643,7 +644,8 @@ class SessionStore:
         beside a process that writes, or before one does, following it at every :meth:`get` and :meth:`sessions`, which take the
         sessions that were got before along; nothing is created then. ``strict``: refuse a store in which opening finds damage
         before the end; what the sidecars vouch for is checked when it is read. False: read everything now, and serve what is sound
-        of it, to be read only: a head is then the last of which a sound record is left. See :attr:`damaged`.
+        of it, to be read only: a head is then the last of which a sound record is left, and :attr:`Head.uncertain` where damage may
+        hide a later one. See :attr:`damaged` and :attr:`damaged_sessions`.
 
         Sessions are read as they are asked for: opening looks at none of them, and reading a path takes memory for that path. A
         session that was closed is opened again by :meth:`get`. The rest as for :meth:`in_memory`.
@@ -760,13 +762,19 @@ class SessionStore:
         if self._journal is not None and (found is None or self._journal.follows):
             found = self._found(self._journal, checked_text(session_id, "a session id"))
         if found is None:
-            raise UnknownSession(f"no open session {session_id!r}", session_id=session_id)
+            lost = self.damaged_sessions if self.damaged else ()
+            beside = f"; the ids of sessions {', '.join(map(str, lost))} are lost to damage" if lost else ""
+            raise UnknownSession(f"no open session {session_id!r}{beside}", session_id=session_id)
         _check_expected(found, scheme, model_fingerprint)
         found._used = True
         return found
 
     def sessions(self) -> tuple[str, ...]:
-        """Ids of the open sessions, in the order they were opened; of a store on disk: of all, in the order they were created."""
+        """Ids of the open sessions, in the order they were opened; of a store on disk: of all, in the order they were created.
+
+        Where the record of one is damaged, that raises CorruptTree with its number (``session``); with ``strict=False`` it is left
+        out, and stands in :attr:`damaged_sessions`. The others can be got either way.
+        """
         with self._lock:
             self._check_open()
             if self._journal is None:
@@ -788,6 +796,14 @@ class SessionStore:
     def damaged(self) -> tuple[tuple[int, int, int], ...]:
         """(segment, start, stop) of every stretch that opening with ``strict=False`` found damaged; such a store is only read."""
         return () if self._journal is None else self._journal.damaged
+
+    @property
+    def damaged_sessions(self) -> tuple[int, ...]:
+        """Numbers of sessions, as they were created, whose own records are damaged, so that nobody knows their ids any more.
+
+        Those of which anything else is left, and with ``strict=False`` those that :meth:`sessions` has left out.
+        """
+        return () if self._journal is None else self._journal.damaged_sessions
 
     @property
     def recovered_bytes(self) -> int:

@@ -164,11 +164,12 @@ class StoredIndex(NodeIndex):
 
 
 class StoredHead(NamedTuple):
-    """A head whose node is made when it is asked for."""
+    """A head whose node is made when it is asked for. ``uncertain``: damage may hide where it went later."""
 
     nodes: StoredIndex
     ordinal: int
     version: int
+    uncertain: bool = False
 
     @property
     def node(self) -> Node:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import attrs
 from numpy.typing import ArrayLike
@@ -33,6 +33,7 @@ from sessiontree.errors import (
 )
 from sessiontree.features import FeatureStore
 from sessiontree.frozen import Sealed, checked_text, freeze_metadata, no_subclasses, seal
+from sessiontree.heads import Head, handed_head
 from sessiontree.index import Limits, NodeIndex
 from sessiontree.media import MediaItem, placements
 from sessiontree.node import Lineage, Namespace, Node, make_child, make_root
@@ -58,13 +59,6 @@ DEFAULT_PATH_CACHE_BYTES: Final = 32 * 2**20
 
 #: More layers than this are not let stand. Carrying keeps far fewer; writes that come in the middle of others do not carry.
 MAX_LAYERS: Final = 64
-
-
-class Head(NamedTuple):
-    """A named place in a tree. ``version`` grows with every move of any head, so that it never repeats."""
-
-    node: Node
-    version: int
 
 
 @attrs.frozen(init=False, eq=False, repr=False)
@@ -115,7 +109,7 @@ class SessionTree(Sealed):
     @property
     def heads(self) -> PMap[str, Head]:
         """Named places; a copy each time."""
-        return pmap({name: Head(head.node, head.version) for name, head in self._heads.items()}, pre_size=8)
+        return pmap({name: handed_head(head) for name, head in self._heads.items()}, pre_size=8)
 
     def __len__(self) -> int:
         return self._count - self._index.missing
@@ -255,7 +249,7 @@ class SessionTree(Sealed):
 
     def _head(self, name: str) -> Head | None:
         found = self._heads.get(name)
-        return Head(found.node, found.version) if isinstance(found, StoredHead) else found
+        return None if found is None else handed_head(found)
 
     def __repr__(self) -> str:
         return f"<SessionTree {self.root.id[:4].hex()} {self.scheme.name} nodes={len(self)} heads={sorted(self._heads)}>"
@@ -356,7 +350,7 @@ class SessionTree(Sealed):
         actual = self._head(name)
         if expected is None:
             if actual is not None:
-                raise NameTaken(f"head {name!r} exists, at {actual.node!r}", name=name, actual=actual)
+                raise NameTaken(f"head {name!r} exists, at {_place(actual)}", name=name, actual=actual)
         elif expected is not UNSET:
             if not isinstance(expected, (Head, Node, bytes)):
                 raise TypeError(f"expected is a Head, a Node, its id or None, not {type(expected).__name__}")
@@ -525,7 +519,7 @@ class SessionTree(Sealed):
 def _place(head: Head | Node | bytes | None) -> str:
     if isinstance(head, bytes):
         return f"node {head[:4].hex()}"
-    return f"version {shown(head.version)}, {head.node!r}" if isinstance(head, Head) else repr(head)
+    return f"version {shown(head.version)}, {head._where}" if isinstance(head, Head) else repr(head)
 
 
 def lineage_of(

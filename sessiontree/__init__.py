@@ -5,6 +5,7 @@ and branching make new nodes that share everything with their parent.
 """
 
 from sessiontree import pickling as _pickling  # noqa: F401  # nodes and trees can be pickled from here on
+from sessiontree.compaction import GcReport
 from sessiontree.details import Link
 from sessiontree.draft import Draft, extend_drafts
 from sessiontree.edits import Edit
@@ -19,6 +20,7 @@ from sessiontree.errors import (
     MediaSpanError,
     NameTaken,
     NeedsMedia,
+    NodeHeld,
     OutOfRange,
     PositionError,
     PositionLimitExceeded,
@@ -59,6 +61,7 @@ __all__ = [
     "Features",
     "FinishRefused",
     "Fork",
+    "GcReport",
     "Head",
     "HeadMoved",
     "IncompatibleStore",
@@ -71,6 +74,7 @@ __all__ = [
     "Namespace",
     "NeedsMedia",
     "Node",
+    "NodeHeld",
     "OutOfRange",
     "Position",
     "PositionError",

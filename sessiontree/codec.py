@@ -406,6 +406,12 @@ def decode(data: bytes, limit: int = MAX_RECORD_BYTES) -> Record:
     return record
 
 
+def contents_of(data: bytes) -> list[tuple[Any, ...]]:
+    """The contents of the media that a node's record names, as their features are kept by. What it says is not checked further."""
+    items = _unpacked(data[_READ.size :])[7]
+    return [_item(item).content() for item in items]
+
+
 def _named(entry: Entry) -> str:
     what = ("session", "node", "head", "opening of session", "alias", "pin in session", "drop in session")[entry.kind - 1]
     if entry.kind == NODE:

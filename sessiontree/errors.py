@@ -19,6 +19,7 @@ __all__ = [
     "MediaSpanError",
     "NameTaken",
     "NeedsMedia",
+    "NodeHeld",
     "OutOfRange",
     "PositionError",
     "PositionLimitExceeded",

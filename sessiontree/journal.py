@@ -14,7 +14,7 @@ import itertools
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from struct import Struct
 from typing import Any, Final, TypeVar
@@ -48,6 +48,7 @@ _FEW: Final = 16  # ids looked for one by one before they are sorted
 
 
 _PREFIX: Final = Struct("<BIII32sQ")
+PREFIX_BYTES: Final = _PREFIX.size
 
 
 _UNKNOWN: Final = 255  # a kind or version of record that a later library wrote
@@ -76,6 +77,34 @@ class Columns:
         )
         self._others = np.flatnonzero(self.kinds != codec.NODE)  # mostly few
 
+    def others(self) -> NDArray[np.int64]:
+        """Where records are that are of no node, in order."""
+        return self._others
+
+    def places_of_nodes(self) -> NDArray[np.int64]:
+        return np.flatnonzero(self.kinds == codec.NODE)
+
+    def by_session(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """The places of nodes, each session's in order."""
+        places = self.places_of_nodes()
+        if not len(places):
+            return
+        sessions = self.sessions[places]
+        order = np.argsort(sessions, kind="stable")
+        starts = np.flatnonzero(np.diff(sessions[order], prepend=-1))
+        for start, stop in itertools.pairwise([*starts.tolist(), len(places)]):
+            yield int(sessions[order[start]]), places[order[start:stop]]
+
+    def by_ordinal(self, places: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
+        """Nodes of one session: the first ordinal, and the place of each from there on, MISSING where there is none."""
+        if not len(places):
+            return 1, places
+        known, once = np.unique(self.ordinals[places], return_index=True)
+        first = int(known[0])
+        found = np.full(int(known[-1]) - first + 1, MISSING, np.int64)
+        found[known.astype(np.int64) - first] = places[once]
+        return first, found
+
     def places(self, kind: int, session: int | None = None) -> NDArray[np.int64]:
         """Where records of a kind are, in order."""
         if kind == codec.NODE:
@@ -100,12 +129,12 @@ class Columns:
         return [place for place in alike if self.entries[place]["id"].tobytes() == identity]
 
 
-def _parents(columns: Columns, places: NDArray[np.int64]) -> list[int]:
+def parents_of(columns: Columns, places: NDArray[np.int64]) -> list[int]:
     """Ordinals of the parents of nodes; of those that are MISSING, none."""
     return np.where(places == MISSING, codec.NONE, columns.parents[places]).tolist()  # type: ignore[no-any-return]
 
 
-def _below(roots: Iterable[int], parents: Sequence[int], first: int) -> NDArray[np.bool]:
+def below(roots: Iterable[int], parents: Sequence[int], first: int) -> NDArray[np.bool]:
     """Which nodes from ordinal ``first`` on are among ``roots`` or below them."""
     below = np.zeros(len(parents), np.bool)
     inside = bytearray(len(parents))
@@ -122,7 +151,7 @@ def _below(roots: Iterable[int], parents: Sequence[int], first: int) -> NDArray[
     return below
 
 
-def _above(held: Iterable[int], parents: Sequence[int], first: int) -> bytearray:
+def above(held: Iterable[int], parents: Sequence[int], first: int) -> bytearray:
     """Which nodes from ordinal ``first`` on are among ``held`` or above them."""
     above = bytearray(len(parents))
     for ordinal in held:
@@ -156,6 +185,10 @@ class SessionNodes:
 
     def has(self, ordinal: int) -> bool:
         return ordinal < self.first or bool(self._places[ordinal - self.first] != MISSING)
+
+    def holds_all(self, other: SessionNodes) -> bool:
+        """Whether it has all nodes that the other one has."""
+        return bool(np.all((other._places == MISSING) | (self._places[: len(other._places)] != MISSING)))
 
     def read(self, ordinal: int, parent: Node) -> Stored:
         known = self._columns.entries[self._place(ordinal)]
@@ -235,6 +268,8 @@ class Journal:
         self._features = features
         self._paths = paths
         self._lock = new_lock()
+        self._dropping = new_lock()
+        self.drops = 0  # so far
         self._underway: deque[tuple[int, tuple[bytes, ...]]] = deque()  # ids of nodes that may not be durable, by what to wait for
         self._ids: dict[str, int] = {}  # numbers of sessions that were found or made, by id
         self._listed: dict[int, str | None] = {}  # ids of the sessions that the log was seen to hold; None: it is damaged
@@ -243,6 +278,7 @@ class Journal:
         later = np.flatnonzero((columns.kinds < codec.SESSION) | (columns.kinds > codec.DROP))
         if len(later) and not self.read_only:
             raise IncompatibleStore(f"{path} holds {len(later)} records of a later version; open it read_only", path=path)
+        self._gone = columns.dropped_sessions()  # sessions that were dropped
         self._next = int(columns.sessions[columns.places(codec.SESSION)].astype(np.int64).max(initial=-1)) + 1
         self._openings = self._last_opening(columns)
 
@@ -350,6 +386,35 @@ class Journal:
     def close(self) -> None:
         self._log.close()
 
+    @property
+    def log(self) -> Log:
+        """Where the records are."""
+        return self._log
+
+    @property
+    def openings(self) -> int:
+        """How many there were."""
+        with self._lock:
+            return self._openings
+
+    def tips(self, columns: Columns) -> dict[int, tuple[int, int] | None]:
+        """Of each session, what it was forked from."""
+        sessions = columns.places(codec.SESSION).tolist()
+        return {int(columns.sessions[place]): self._session(columns, place).tip for place in sessions}
+
+    def moved(self) -> None:
+        """The log begins elsewhere by now: let what is open know where its nodes are, so that nothing holds the old places."""
+        self._look()
+        columns = self._columns
+        for (number, hiding), index in list(self._indexes.items()):
+            old = index.source
+            assert isinstance(old, SessionNodes)
+            drops = self.dropped(columns, number) if hiding else ()
+            new = self._nodes(columns, old.first, number, drops, most=len(old))
+            if new.holds_all(old):
+                index.source = new
+                index.told = self._told(columns, number, hiding)
+
     def _look(self) -> None:
         """Take in what the log has by now."""
         if self.follows:
@@ -452,7 +517,7 @@ class Journal:
 
         ``whole``: with those that were dropped, since a fork may share them.
         """
-        drops = () if whole else self._dropped(columns, record.session)
+        drops = () if whole else self.dropped(columns, record.session)
         key = record.session, bool(drops)
         with self._lock:
             index = self._indexes.get(key)
@@ -478,7 +543,7 @@ class Journal:
         beginning = 0 if columns.lease is None else columns.lease.first
         return beginning, len(columns.places(codec.NODE, number)), len(columns.places(codec.DROP, number)) if drops else 0
 
-    def _dropped(self, columns: Columns, number: int) -> tuple[int, ...]:
+    def dropped(self, columns: Columns, number: int) -> tuple[int, ...]:
         """The ordinals that a session no longer shows, without those below them."""
         ordinals: set[int] = set()
         for place in columns.places(codec.DROP, number):
@@ -514,7 +579,7 @@ class Journal:
         if len(places) < most:
             places = np.concatenate([places, np.full(most - len(places), MISSING, np.int64)])
         if drops:
-            places = np.where(_below(drops, _parents(columns, places), first), MISSING, places)
+            places = np.where(below(drops, parents_of(columns, places), first), MISSING, places)
         return SessionNodes(self._log, columns, places, first)
 
     def _session(self, columns: Columns, place: int) -> codec.SessionRecord:
@@ -534,24 +599,27 @@ class Journal:
 
     # Writing
 
-    def create(self, session_id: str, tree: SessionTree, tip: tuple[int, int] | None) -> tuple[int, int]:
+    def create(self, session_id: str, tree: SessionTree, tip: tuple[int, int] | None, drops: int = 0) -> tuple[int, int]:
         """Record a new session with all that its tree holds: its number, and which opening of the store this is.
 
-        ``tip``: whose node's path it shares. Waits for it where changes are waited for.
+        ``tip``: whose node's path it shares, seen while there had been so many ``drops``. Waits where changes are waited for.
         """
-        self._check_writable()
+        self.check_writable()
         root = tree.root
         with self._lock:
             number, self._next = self._next, self._next + 1
             self._openings += 1
             incarnation = self._openings
-        rules = root.scheme
-        # What a fork is of follows from the session it was forked from.
-        constants = (rules.name, tuple(sorted(rules.params.items())), root.namespace, root.model_fingerprint)
-        what = constants if tip is None else ("", (), Namespace(), "")
-        record = codec.SessionRecord(number, session_id, *what, tree.limits, root.id, tip)
-        first = 1 if tip is None else tree._index.base_count
-        waiting = self._log.enqueue(_with_prefixes([codec.encode(record), *self._node_records(number, tree, first)]))
+        with self._dropping:
+            if tip is not None and (drops != self.drops or tip[0] in self._gone):
+                tip = None  # what it shares may have been dropped meanwhile: it gets a copy
+            rules = root.scheme
+            # What a fork is of follows from the session it was forked from.
+            constants = (rules.name, tuple(sorted(rules.params.items())), root.namespace, root.model_fingerprint)
+            what = constants if tip is None else ("", (), Namespace(), "")
+            record = codec.SessionRecord(number, session_id, *what, tree.limits, root.id, tip)
+            first = 1 if tip is None else tree._index.base_count
+            waiting = self._log.enqueue(_with_prefixes([codec.encode(record), *self._node_records(number, tree, first)]))
         if self.waits:
             self._log.wait(waiting)
         self._ids[session_id] = number
@@ -563,15 +631,41 @@ class Journal:
 
     def drop(self, number: int, ordinals: Sequence[int], waiting: int = 0) -> None:
         """Record that a session no longer shows some nodes and what is below them; [0]: that it is gone itself. Waits likewise."""
-        self._record(codec.DropRecord(number, tuple(sorted(set(ordinals)))), waiting)
-        if 0 in ordinals:
-            self._ids = {session_id: each for session_id, each in self._ids.items() if each != number}
+        with self._dropping:
+            self.drops += 1
+            taken = self._enqueue(codec.DropRecord(number, tuple(sorted(set(ordinals)))), waiting)
+            if 0 in ordinals:
+                self._gone.add(number)
+                self._ids = {session_id: each for session_id, each in self._ids.items() if each != number}
+        if self.waits:
+            self._log.wait(taken)
+
+    def unreachable(self, number: int, recent: int, held: Iterable[int]) -> list[int]:
+        """Ordinals of the nodes of a session that nothing leads to: no head, no pin, nothing ``held``, none of the last ``recent``.
+
+        Of those that lie below each other, the topmost. Looks at what is written.
+        """
+        self._look()
+        columns = self._columns
+        first, places = columns.by_ordinal(columns.places(codec.NODE, number))
+        parents = parents_of(columns, places)
+        heads = columns.places(codec.HEAD, number)
+        last = {columns.entries[place]["id"].tobytes(): int(columns.ordinals[place]) for place in heads}
+        leads = {*last.values(), *self.pinned(number).values(), *held, *range(first + len(places) - recent, first + len(places))}
+        alive = np.frombuffer(above(leads, parents, first), np.bool)
+        dead = (places != MISSING) & ~alive & ~below(self.dropped(columns, number), parents, first)
+        above_them = np.array(parents, np.int64) - first
+        topmost = dead & ((above_them < 0) | ~dead[np.clip(above_them, 0, max(len(dead) - 1, 0))])
+        return (np.flatnonzero(topmost) + first).tolist()
 
     def _record(self, record: codec.Record, waiting: int) -> None:
-        self._check_writable()
-        number = self._log.enqueue(_with_prefixes([codec.encode(record)]), waiting)
+        taken = self._enqueue(record, waiting)
         if self.waits:
-            self._log.wait(number)
+            self._log.wait(taken)
+
+    def _enqueue(self, record: codec.Record, waiting: int) -> int:
+        self.check_writable()
+        return self._log.enqueue(_with_prefixes([codec.encode(record)]), waiting)
 
     def opened(self, number: int) -> int:
         """Record that a session is opened to be written to: which opening of the store that is, counted from 1."""
@@ -604,7 +698,8 @@ class Journal:
             raise CorruptTree(f"the record of alias {alias!r} is that of something else")
         return record.identity
 
-    def _check_writable(self) -> None:
+    def check_writable(self) -> None:
+        """Raises Unsupported where it is only read, CorruptTree where damage was found."""
         if self.read_only:
             raise Unsupported(f"the store at {self.path} was opened to be read")
         if self._log.damaged:
@@ -616,7 +711,7 @@ class Journal:
         ``waiting``: what was to be waited for before; ``told``: holds ``before`` for as long as nothing else is recorded. Raises
         WriteLost where what was before was lost, Overtaken, StoreFailed.
         """
-        self._check_writable()
+        self.check_writable()
         if after._heads is before._heads and after._count - before._count == 1:  # by far the commonest case
             index, ordinal = after._index, before._count
             node = index.nodes[ordinal - index.base_count]

@@ -27,12 +27,14 @@ from numpy.typing import ArrayLike
 from pyrsistent import PMap
 
 from sessiontree.backends.blobs import FeatureFolder
+from sessiontree.compaction import GcReport, Progress, compact
 from sessiontree.details import NO_DETAILS, Details
 from sessiontree.draft import Draft, checked_finish_reason
 from sessiontree.edits import Content, Edit, Plan, plan_linear, plan_prefix, plan_rewrite, without_bos
 from sessiontree.errors import (
     IncompatibleStore,
     KeyTaken,
+    NodeHeld,
     OutOfRange,
     SessionExists,
     SessionTreeError,
@@ -55,7 +57,7 @@ from sessiontree.positions import scheme as scheme_named
 from sessiontree.prefixes import PrefixMatch
 from sessiontree.query import Diff, Order, Problem
 from sessiontree.record import Recorded, plan_record, with_key
-from sessiontree.tokens import PathCache, TokenIds, in_range, token_array, token_bytes
+from sessiontree.tokens import PathCache, TokenIds, as_index, in_range, token_array, token_bytes
 from sessiontree.tree import DEFAULT_PATH_CACHE_BYTES, UNSET, SessionTree, limits_of, lineage_of, new_tree
 from sessiontree.turns import Turn, plan_turn
 
@@ -83,6 +85,7 @@ class Session:
         "_lock",
         "_number",
         "_open_drafts",
+        "_pins",
         "_store",
         "_told",
         "_tree",
@@ -109,6 +112,7 @@ class Session:
         self._closed = False
         self._generations = itertools.count(1)
         self._open_drafts: WeakSet[Draft] = WeakSet()
+        self._pins: dict[bytes, int] = {}  # ids of the pinned nodes
         self._used = True  # since the last tick
         self._last_used = -math.inf  # the time when it was
 
@@ -513,6 +517,84 @@ class Session:
         """Create or move a head, by compare-and-set where ``expected`` is given. See :meth:`SessionTree.set_head`."""
         return self._swap(lambda tree: tree.set_head(name, node, expected))
 
+    @property
+    def pins(self) -> frozenset[bytes]:
+        """Ids of the nodes that are pinned."""
+        return frozenset(self._pins)
+
+    def pin(self, node: Node | bytes) -> None:
+        """Keep a node with its path and its media, whatever :meth:`SessionStore.gc` removes, until it is unpinned."""
+        self._set_pin(node, pinned=True)
+
+    def unpin(self, node: Node | bytes) -> None:
+        """No longer keep a node for a pin's sake. One that is not pinned is left as it is."""
+        self._set_pin(node, pinned=False)
+
+    def _set_pin(self, node: Node | bytes, *, pinned: bool) -> None:
+        journal = self._store._journal
+        with self._lock:
+            self._check_open()
+            tree = self._written
+            found = tree._resolve(node)
+            if (found.id in self._pins) == pinned:
+                return
+            ordinal = tree._index.find_ordinal(found, tree._count)
+            assert ordinal is not None
+            if journal is not None and self._number is not None:
+                journal.pin(self._number, ordinal, found.id, pinned, self._waiting)
+            self._pins = {**self._pins, found.id: ordinal}
+            if not pinned:
+                del self._pins[found.id]
+
+    def drop(self, *nodes: Node | bytes) -> None:
+        """Forget nodes and all below them. Whoever holds them keeps them; :meth:`SessionStore.gc` gives their bytes back.
+
+        Raises UnknownNode; NodeHeld where a head, a pin or an open draft is among them; Unsupported for the root, which goes with
+        its session, and for the path that a fork shares with the session it was forked from.
+        """
+        journal = self._store._journal
+        with self._lock:
+            self._check_open()
+            if journal is not None:
+                journal.flush()
+                self._settle(journal)
+            tree = self._written
+            roots = [tree._resolve(node) for node in nodes]
+            pins = ((f"pin {pin[:4].hex()}", tree.node(pin)) for pin in self._pins)
+            drafts = (("an open draft", draft.parent) for draft in self._drafts())
+            heads = ((f"head {name!r}", head.node) for name, head in tree._heads.items())
+            tree._check_held(roots, itertools.chain(heads, pins, drafts))
+            if not roots:
+                return
+            if journal is None or self._number is None:
+                self._tree = self._written = self._told[0] = tree.drop(*roots)
+            else:
+                ordinals = [tree._index.find_ordinal(node, tree._count) or 0 for node in roots]
+                journal.drop(self._number, ordinals, self._waiting)
+                self._reload(journal)
+            self._used = True
+
+    def _collect(self, recent: int) -> None:
+        """Drop what nothing leads to. See :meth:`SessionStore.gc`."""
+        journal = self._store._journal
+        with self._lock:
+            if self._closed:
+                return
+            if journal is None or self._number is None:
+                tree = self._tree
+                held = [head.node for head in tree._heads.values()]
+                held += [*map(tree.node, self._pins), *(draft.parent for draft in self._drafts())]
+                dead = tree._unreachable(held, recent)
+                self._tree = self._written = self._told[0] = tree.drop(*dead) if dead else tree
+                return
+            journal.flush()
+            self._settle(journal)
+            index, count = self._written._index, self._written._count
+            drafts = {index.find_ordinal(draft.parent, count) or 0 for draft in self._drafts()}
+            if ordinals := journal.unreachable(self._number, recent, drafts):
+                journal.drop(self._number, ordinals, self._waiting)
+                self._reload(journal)
+
     def drop_head(self, name: str) -> None:
         """Forget a head; its node stays. Raises UnknownHead."""
         self._swap(lambda tree: (tree.drop_head(name), None))
@@ -541,9 +623,13 @@ class Session:
         return True
 
     def _has_open_draft(self) -> bool:
+        return bool(self._drafts())
+
+    def _drafts(self) -> list[Draft]:
+        """Those that are open."""
         while True:
             try:
-                return any(not draft.closed for draft in self._open_drafts)
+                return [draft for draft in self._open_drafts if not draft.closed]
             except RuntimeError:  # a signal handler has opened one meanwhile
                 continue
 
@@ -607,6 +693,7 @@ class SessionStore:
         self._idle_ttl = idle_ttl
         self._now = -math.inf
         self._journal: Journal | None = None
+        self._collecting = new_lock()
         self._opening = new_lock()  # for taking sessions from the disk: one thread makes each
         self._creating: set[str] = set()  # ids of sessions that are being written there
 
@@ -689,16 +776,17 @@ class SessionStore:
         """
         if not isinstance(session, Session):
             raise TypeError(f"a Session is forked, not {type(session).__name__}")
+        tip = None
+        drops = 0 if self._journal is None else self._journal.drops
         tree = session._tree
         source = tree._resolve(node)
-        tip = None
         if self._journal is not None and session._store is self and session._number is not None:
             ordinal = tree._index.find_ordinal(source, tree._count)
             assert ordinal is not None
             tip = session._number, ordinal
-        return self._open(new_session_id, tree.forked(source), tip)
+        return self._open(new_session_id, tree.forked(source), tip, drops)
 
-    def _open(self, session_id: str, tree: SessionTree, tip: tuple[int, int] | None = None) -> Session:
+    def _open(self, session_id: str, tree: SessionTree, tip: tuple[int, int] | None = None, drops: int = 0) -> Session:
         session_id = checked_text(session_id, "a session id")
         if not 0 < len(session_id) <= MAX_SESSION_ID:
             raise OutOfRange(
@@ -707,7 +795,7 @@ class SessionStore:
                 limit=MAX_SESSION_ID,
             )
         if self._journal is not None:
-            return self._open_durably(self._journal, session_id, tree, tip)
+            return self._open_durably(self._journal, session_id, tree, tip, drops)
         with self._lock:
             self._check_open()
             if session_id in self._sessions:
@@ -717,14 +805,16 @@ class SessionStore:
             self._sessions[session_id] = session
         return session
 
-    def _open_durably(self, journal: Journal, session_id: str, tree: SessionTree, tip: tuple[int, int] | None) -> Session:
+    def _open_durably(
+        self, journal: Journal, session_id: str, tree: SessionTree, tip: tuple[int, int] | None, drops: int
+    ) -> Session:
         with self._opening:
             self._check_open()
             if session_id in self._sessions or session_id in self._creating or journal.number_of(session_id) is not None:
                 raise SessionExists(f"session {session_id!r} is in the store", session_id=session_id)
             self._creating.add(session_id)
         try:
-            number, incarnation = journal.create(session_id, tree, tip)  # which may wait for the disk
+            number, incarnation = journal.create(session_id, tree, tip, drops)  # which may wait for the disk
             session = Session(session_id, incarnation, tree, self, number)
             with self._lock:
                 self._sessions[session_id] = session
@@ -746,6 +836,7 @@ class SessionStore:
             if session is None:
                 session = Session(session_id, journal.opened(number), tree, self, number)
             session._tree = session._written = session._told[0] = tree
+            session._pins = journal.pinned(number)
             with self._lock:
                 self._sessions[session_id] = session
         return session
@@ -828,6 +919,57 @@ class SessionStore:
         if self._idle_ttl is None:
             return ()
         return tuple(session.id for session in open_sessions if session._expire(before, now, self._idle_ttl))
+
+    def drop(self, session_id: str) -> None:
+        """Forget a session and close it. What was forked from it keeps its path; :meth:`gc` gives the rest back.
+
+        Raises UnknownSession; NodeHeld where it has a pin or an open draft.
+        """
+        with self._opening:
+            session = self.get(session_id)
+            with session._lock:
+                for holder in (*(f"pin {pin[:4].hex()}" for pin in session._pins), *("an open draft" for _ in session._drafts())):
+                    raise NodeHeld(f"session {session_id!r} is held by {holder}", node=None, holder=holder)
+                if self._journal is not None and session._number is not None:
+                    self._journal.drop(session._number, [0], session._waiting)
+                session._closed = True
+            self._forget(session)
+
+    def gc(self, *, recent: int | None = None, progress: Progress | None = None) -> GcReport:
+        """Give back what was dropped: nodes, heads, aliases, and features that no node names any more.
+
+        Nodes are kept that their sessions show, with their paths; those that forks share; and what a reader, in any process, holds.
+        ``recent``: also drop what no head, pin or open draft leads to, except for the last so many nodes of each session and their
+        paths; None: drop nothing more. ``progress``: is told (done, all) nodes.
+
+        Others go on reading and writing meanwhile. A crash or an error at any moment leaves every path that can be reached as it
+        was. A store in memory has nothing to give back but what ``recent`` drops. Raises Unsupported for a store that is only read,
+        StoreFailed, CorruptTree where what is to be kept is damaged.
+        """
+        if recent is not None and as_index(recent, "recent") < 0:
+            raise OutOfRange(f"recent is {recent}, below 0", value=recent, limit=0)
+        self._check_open()
+        journal = self._journal
+        before = sum(map(self._count, self._sessions.values()))
+        with self._collecting:
+            if journal is not None:
+                journal.check_writable()
+            if recent is not None:
+                for session in tuple(self._sessions.values()):
+                    session._collect(recent)
+                for session_id in self.sessions() if journal is not None else ():
+                    with self._opening:
+                        number = None if session_id in self._sessions or journal is None else journal.number_of(session_id)
+                        if journal is not None and number is not None and (dead := journal.unreachable(number, recent, ())):
+                            journal.drop(number, dead)
+            if journal is not None:
+                files = self._features.files
+                return compact(journal, files if isinstance(files, FeatureFolder) else None, progress)
+        return GcReport(before, sum(map(self._count, self._sessions.values())), 0, 0, 0, swept=True)
+
+    @staticmethod
+    def _count(session: Session) -> int:
+        return len(session._tree) - 1
 
     def put_features(self, item: MediaItem, features: Any) -> Features:
         """Keep features of an item (pixels, encoder outputs) by its content, under the budget. See :meth:`FeatureStore.put`.

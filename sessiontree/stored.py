@@ -8,6 +8,7 @@ added to it: what a session writes after it was opened lies in a layer above.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol
@@ -78,9 +79,10 @@ class StoredIndex(NodeIndex):
         self._known: WeakValueDictionary[int, Node] = WeakValueDictionary()
         self._recent: deque[Node] = deque(maxlen=_RECENT)
         self._loading = new_lock()
-        self.nodes: Any = _Nodes(self)
-        self.by_id: Any = _ById(self)
-        self.by_key: Any = _ByKey(self)
+        # Proxies: it goes when nobody holds it, and with it what keeps its records on disk.
+        self.nodes: Any = _Nodes(weakref.proxy(self))
+        self.by_id: Any = _ById(weakref.proxy(self))
+        self.by_key: Any = _ByKey(weakref.proxy(self))
         root._extent.writer = root._extent.writer or self.writer
 
     def add(self, node: Node) -> None:

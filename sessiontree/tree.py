@@ -389,6 +389,18 @@ class SessionTree(Sealed):
         moves = self._moves + 1 + self._count - index.count
         return _value(index, index.count, self._heads, moves, True)
 
+    def _unreachable(self, held: Iterable[Node], recent: int) -> list[Node]:
+        """The topmost of the nodes that lead to none that is held, nor to one of the last ``recent``."""
+        nodes = list(self)
+        alive = {node.id for node in held}
+        alive.update(node.id for node in nodes[max(0, len(nodes) - recent) :])
+        for node in reversed(nodes):
+            if node.id in alive and node.parent is not None:
+                alive.add(node.parent.id)
+        lowest = self._index.lowest
+        alive.update(node.id for node in nodes[: max(1, lowest)])  # the root, and a path that a fork shares
+        return [node for node in nodes if node.id not in alive and node.parent is not None and node.parent.id in alive]
+
     def _check_held(self, roots: Sequence[Node], held: Iterable[tuple[str, Node]]) -> None:
         """Whether these nodes can go, given what is held and by what."""
         index = self._index

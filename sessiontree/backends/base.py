@@ -91,6 +91,9 @@ class Log(Protocol):
     def cut(self) -> tuple[NDArray[Any], Any]:
         """Begin anew behind all there is: the entries so far, and the place to give to ``begin_at``."""
 
+    def stored_bytes(self) -> int:
+        """How many bytes all of it takes, about."""
+
     def records(self, entries: NDArray[Any]) -> Iterator[bytes]:
         """Their records in order. Raises CorruptTree."""
 

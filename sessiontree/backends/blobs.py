@@ -11,7 +11,7 @@ from __future__ import annotations
 import glob
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from typing import Any, Final
@@ -42,6 +42,7 @@ class FeatureFolder:
             for name in glob.glob(os.path.join(glob.escape(path), "*.tmp")):
                 with suppress(OSError):
                     os.unlink(name)
+        self._fresh: set[str] = set()  # put, and perhaps not named by any node yet
         self._lock = new_lock()  # what is added to a file is added to what was read of it
 
     def put(self, content: tuple[Any, ...], arrays: Mapping[str, FeatureArray]) -> None:
@@ -50,6 +51,7 @@ class FeatureFolder:
         Raises KeyTaken for other values under a name that is there, StoreFailed where the disk refuses it: nothing is changed.
         """
         self._check_writable()
+        self._fresh.add(file_name(content))
         with self._lock:
             self._put(content, arrays)
 
@@ -119,6 +121,28 @@ class FeatureFolder:
         with suppress(FileNotFoundError):
             os.unlink(self._place(content)[1])
 
+    def names(self) -> set[str]:
+        """Names of the files that are there."""
+        return {name for _, _, files in os.walk(self._path) for name in files if len(name) == 2 * _DIGEST}
+
+    def fresh(self) -> set[str]:
+        """Names of those that were put by this process."""
+        return set(self._fresh)
+
+    def remove(self, names: Iterable[str]) -> int:
+        """Remove files by their names: how many were there. One that the disk keeps stays."""
+        self._check_writable()
+        removed = 0
+        with self._lock:
+            for name in names:
+                with suppress(OSError):
+                    os.unlink(os.path.join(self._path, name[:2], name))
+                    removed += 1
+                self._fresh.discard(name)
+                with suppress(OSError):
+                    os.rmdir(os.path.join(self._path, name[:2]))
+        return removed
+
     def _check_writable(self) -> None:
         if self._read_only:
             raise Unsupported(f"the store of {self._path} was opened to be read")
@@ -129,9 +153,13 @@ class FeatureFolder:
         return os.path.exists(self._place(content)[1])
 
     def _place(self, content: tuple[Any, ...]) -> tuple[str, str]:
-        text = sha256(pack(content)).hexdigest()
+        text = file_name(content)
         folder = os.path.join(self._path, text[:2])
         return folder, os.path.join(folder, text)
+
+
+def file_name(content: tuple[Any, ...]) -> str:
+    return sha256(pack(content)).hexdigest()
 
 
 def _started(name: str) -> Any:

@@ -723,6 +723,11 @@ class SegmentLog:
 
         return self._alone(roll)
 
+    def stored_bytes(self) -> int:
+        """How many bytes its records take, without frames and what is only preallocated or waits to be removed."""
+        entries = self.entries()
+        return int(entries["length"].sum(dtype=np.int64)) + HEAD.size * len(entries)
+
     def records(self, entries: Entries) -> Iterator[bytes]:
         """The records of entries in order, checked; those that lie side by side are read together. Raises CorruptTree."""
         assert self._keys is not None

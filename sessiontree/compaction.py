@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import attrs
@@ -87,11 +88,13 @@ def compact(journal: Journal, features: FeatureFolder | None, progress: Progress
     log = journal.log
     journal.flush()
     bytes_before = log.stored_bytes()
+    known = journal.columns()
     entries, base = log.cut()
-    columns = Columns(entries, log.lease)
+    columns = known if len(known.entries) == len(entries) else Columns(entries, log.lease)
+    del known
     stay = kept(journal, columns)
     places = columns.places_of_nodes()
-    before, mine = len(places), _keys(columns, stay.nodes)
+    before = len(places)
     candidates = None if features is None else features.names()
     named: set[str] = set()
     for done, records in _in_batches(journal, entries, stay.nodes):
@@ -107,13 +110,15 @@ def compact(journal: Journal, features: FeatureFolder | None, progress: Progress
         for _, records in _in_batches(journal, entries, gone):
             seen.update(_named(record for record, _ in records))
         candidates -= unsure - seen
-    old = len(entries)
-    log.begin_at(base, lambda now: _last_words(journal, Columns(now), old, stay))
-    del entries, columns, places  # with what they hold nothing could be removed
+    mine = _keys(columns, stay.nodes) if candidates else None
+    last = partial(_last_words, journal, columns.others_alone(), stay)
+    del columns, places
+    log.begin_at(base, last)
+    del entries, last  # with what they hold nothing could be removed
     journal.moved()
     swept = log.sweep()
     removed = 0
-    if features is not None and candidates and swept:
+    if features is not None and candidates and mine is not None and swept:
         columns = Columns(log.entries())
         came = columns.places_of_nodes()
         came = came[~np.isin(_keys(columns, came), mine)]  # what came meanwhile
@@ -156,30 +161,33 @@ def _in_batches(
         yield done + len(batch), batch
 
 
-def _last_words(journal: Journal, columns: Columns, old: int, stay: Kept) -> Records:
-    """What is to be stored once more beside nodes: of the first ``old`` entries, those that are still the last word."""
-    last: dict[Any, int] = {}
-    kinds, sessions = columns.kinds, columns.sessions
-    moved: dict[int, int] = {}  # of each session the last of all its heads: versions never come again
+def _last_words(journal: Journal, old: Columns, stay: Kept, entries: NDArray[Any]) -> Records:
+    """What is to be stored once more beside nodes: of what is ``old``, that which is the last word after all ``entries`` since."""
+    since = Columns(entries)
+    last: dict[Any, Any] = {}  # entries; None: it is not old
+    moved: dict[int, Any] = {}  # of each session the last of all its heads: versions never come again
     dropped = {number for number, left in stay.drops.items() if 0 in left}
-    for place in columns.others().tolist():
-        kind, number = int(kinds[place]), int(sessions[place])
-        shown = number in stay.sessions and number not in dropped
-        if kind == codec.SESSION and number in stay.sessions:
-            last.setdefault((kind, number), place)
-        elif (kind in (codec.HEAD, codec.PIN) and (shown or place >= old)) or kind == codec.ALIAS:
-            last[kind, number, columns.entries[place]["id"].tobytes()] = place
-            if kind == codec.HEAD:
-                moved[number] = place
-    places = [place for place in last.values() if place < old]
+    for columns in (old, since):
+        for place in columns.others().tolist():
+            kind, number = int(columns.kinds[place]), int(columns.sessions[place])
+            entry = columns.entries[place]
+            if kind == codec.SESSION and number in stay.sessions:
+                last.setdefault((kind, number), entry if columns is old else None)
+            elif kind in (codec.HEAD, codec.PIN, codec.ALIAS):
+                what = kind, number, entry["id"].tobytes()
+                if columns is since:
+                    last[what] = None
+                elif kind == codec.ALIAS or (number in stay.sessions and number not in dropped):
+                    last[what] = entry
+                if kind == codec.HEAD:
+                    moved[number] = last.get(what)
     records: list[tuple[bytes, bytes]] = []
-    for place in sorted(places):
-        entry = columns.entries[place]
+    for entry in last.values():
+        if entry is None or (entry["kind"] == codec.PIN and not entry["key"]):
+            continue
+        if entry["kind"] == codec.HEAD and entry["ordinal"] == codec.NONE and moved[int(entry["session"])] is not entry:
+            continue
         record = journal.log.read(entry)
-        if entry["kind"] == codec.PIN and not entry["key"]:
-            continue
-        if entry["kind"] == codec.HEAD and entry["ordinal"] == codec.NONE and moved[int(entry["session"])] != place:
-            continue
         if entry["kind"] == codec.ALIAS and codec.decode(record).identity is None:  # type: ignore[union-attr]
             continue
         records.append((record, entry.tobytes()[:PREFIX_BYTES]))

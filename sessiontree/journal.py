@@ -81,6 +81,10 @@ class Columns:
         """Where records are that are of no node, in order."""
         return self._others
 
+    def others_alone(self) -> Columns:
+        """Those entries alone, copied."""
+        return Columns(self.entries[self._others], self.lease)
+
     def places_of_nodes(self) -> NDArray[np.int64]:
         return np.flatnonzero(self.kinds == codec.NODE)
 
@@ -99,10 +103,10 @@ class Columns:
         """Nodes of one session: the first ordinal, and the place of each from there on, MISSING where there is none."""
         if not len(places):
             return 1, places
-        known, once = np.unique(self.ordinals[places], return_index=True)
-        first = int(known[0])
-        found = np.full(int(known[-1]) - first + 1, MISSING, np.int64)
-        found[known.astype(np.int64) - first] = places[once]
+        ordinals = self.ordinals[places]
+        first = int(ordinals.min())
+        found = np.full(int(ordinals.max()) - first + 1, MISSING, np.int64)
+        found[ordinals[::-1] - np.uint32(first)] = places[::-1]  # of several, the first
         return first, found
 
     def places(self, kind: int, session: int | None = None) -> NDArray[np.int64]:
@@ -129,9 +133,9 @@ class Columns:
         return [place for place in alike if self.entries[place]["id"].tobytes() == identity]
 
 
-def parents_of(columns: Columns, places: NDArray[np.int64]) -> list[int]:
+def parents_of(columns: Columns, places: NDArray[np.int64]) -> Sequence[int]:
     """Ordinals of the parents of nodes; of those that are MISSING, none."""
-    return np.where(places == MISSING, codec.NONE, columns.parents[places]).tolist()  # type: ignore[no-any-return]
+    return np.where(places == MISSING, np.uint32(codec.NONE), columns.parents[places]).data
 
 
 def below(roots: Iterable[int], parents: Sequence[int], first: int) -> NDArray[np.bool]:
@@ -404,8 +408,7 @@ class Journal:
 
     def moved(self) -> None:
         """The log begins elsewhere by now: let what is open know where its nodes are, so that nothing holds the old places."""
-        self._look()
-        columns = self._columns
+        columns = self.columns()
         for (number, hiding), index in list(self._indexes.items()):
             old = index.source
             assert isinstance(old, SessionNodes)
@@ -422,6 +425,11 @@ class Journal:
         known = self._columns
         if known.lease is not self._log.lease or len(self._log.entries()) != len(known.entries):
             self._columns = self._columns_now()
+
+    def columns(self) -> Columns:
+        """What the log has by now."""
+        self._look()
+        return self._columns
 
     def _columns_now(self) -> Columns:
         while True:
@@ -645,8 +653,7 @@ class Journal:
 
         Of those that lie below each other, the topmost. Looks at what is written.
         """
-        self._look()
-        columns = self._columns
+        columns = self.columns()
         first, places = columns.by_ordinal(columns.places(codec.NODE, number))
         parents = parents_of(columns, places)
         heads = columns.places(codec.HEAD, number)

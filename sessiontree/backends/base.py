@@ -101,7 +101,7 @@ class Log(Protocol):
         """Store records once more, past what is in line, durably."""
 
     def begin_at(self, base: Any, last: Callable[[NDArray[Any]], Records]) -> None:
-        """Forget what stands before a place, once the records that ``last`` names, given all entries, are stored once more too.
+        """Forget what stands before a place, once the records that ``last`` names, given all entries since then, are stored too.
 
         What is forgotten goes when nothing holds the lease of earlier entries, in any process.
         """

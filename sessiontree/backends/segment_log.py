@@ -107,16 +107,22 @@ _FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 class _Table:
-    """Rows that only grow. What a view shows is never written again. ``count``: how many are shown."""
+    """Rows that only grow. What a view shows is never written again. ``count``: how many are shown.
 
-    def __init__(self) -> None:
-        self.count = 0
+    ``before``: a table whose rows come before its own ones, and which grows no more.
+    """
+
+    def __init__(self, before: _Table | None = None) -> None:
+        self.before = before
+        self.first: int = 0 if before is None else before.count
+        self.count: int = self.first
         self._rows: Entries = np.empty(0, ENTRY)
         self._bytes = memoryview(b"")  # theirs
 
     def put(self, start: int, parts: Sequence[bytes | memoryview]) -> None:
         """Write rows from start on: to do it twice is to do it once."""
         data = parts[0] if len(parts) == 1 else b"".join(parts)
+        start -= self.first
         first, stop = start * ENTRY.itemsize, start * ENTRY.itemsize + len(data)
         if not start:
             self._rows, self._bytes = np.frombuffer(data, ENTRY), memoryview(data)
@@ -128,8 +134,21 @@ class _Table:
             self._rows, self._bytes = rows, rows.view(np.uint8).data
         self._bytes[first:stop] = data
 
+    def behind(self, start: int) -> _Table:
+        """A table of the rows from start on, in the place of this one."""
+        table = _Table()
+        if self.first == start:
+            table._rows, table._bytes = self._rows, self._bytes
+        else:
+            table.put(0, [self.view(self.count, start).tobytes()])
+        table.count = self.count - start
+        return table
+
     def view(self, count: int, start: int = 0) -> Entries:
-        view = self._rows[start:count]
+        """Rows ``[start, count)``; a copy where some of them lie before."""
+        view: Entries = self._rows[max(0, start - self.first) : count - self.first]
+        if self.before is not None and start < self.first:
+            view = np.concatenate([self.before.view(self.first, start), view])
         view.flags.writeable = False
         return view
 
@@ -205,6 +224,7 @@ class SegmentLog:
         self._table = _Table()
         self._base = NO_BASE
         self.lease = Lease(system, NO_BASE.segment)  # of what entries() shows
+        self._cut = 0  # how many entries there were when it was cut
         self._before: list[ref[Lease]] = []  # of what it showed before
         self._litter = True  # there may be files of what it showed before
         self._end = End()
@@ -281,6 +301,9 @@ class SegmentLog:
     def entries(self) -> Entries:
         """All records in commit order, read-only: the durable ones, under ``relaxed`` and for a reader the written ones."""
         table = self._table
+        if table.before is not None:  # while it is compacted, or where that failed
+            with self._writer:
+                table = self._flattened()
         return table.view(table.count)
 
     def refresh(self) -> Entries:
@@ -288,9 +311,9 @@ class SegmentLog:
         with self._reader:
             if self._lock_fd < 0:
                 self._follow()
-            table = self._table
-            start, self._followed = self._followed, table.count
-            return table.view(self._followed, start)
+            entries = self.entries()
+            start, self._followed = self._followed, len(entries)
+            return entries[start:]
 
     def read(self, entry: Any) -> bytes:
         """The record of an entry, or of an index into ``entries()``, checked. Raises CorruptTree."""
@@ -713,13 +736,26 @@ class SegmentLog:
                     self._wake()
             time.sleep(0.0005)
 
+    def _flattened(self) -> _Table:
+        """All rows in one table. The caller holds the writer."""
+        table = self._table
+        if table.before is not None:
+            flat = _Table()
+            flat.put(0, [table.view(table.count).tobytes()])
+            flat.count = table.count
+            self._table = flat
+        return self._table
+
     def cut(self) -> tuple[Entries, Base]:
         """Begin a new segment: all entries before it, and where it begins. Nothing that is in line is waited for."""
 
         def roll() -> tuple[Entries, Base]:
             if self._end.offset or self._end.fd < 0:
                 self._roll()
-            return self.entries(), Base(self._end.segment, self._end.sequence)
+            entries = self.entries()
+            self._cut = len(entries)
+            self._table = _Table(self._table)
+            return entries, Base(self._end.segment, self._end.sequence)
 
         return self._alone(roll)
 
@@ -752,11 +788,11 @@ class SegmentLog:
         self._alone(lambda: self._write_aside(records))
 
     def begin_at(self, base: Base, last: Callable[[Entries], Records]) -> None:
-        """Let the log begin where ``cut`` said. ``last``: given all entries, what else is to be copied first."""
+        """Let the log begin where ``cut`` said last. ``last``: given the entries since then, what else is to be copied first."""
 
         def switch() -> None:
-            dropped = int(np.searchsorted(self._table.view(self._table.count)["segment"], base.segment))
-            if records := last(self.entries()):
+            table = self._table
+            if records := last(table.view(table.count, self._cut)):
                 self._write_aside(records)
             self._sync()
             now = base._replace(synced=self._synced)
@@ -769,12 +805,9 @@ class SegmentLog:
                 self._system.fsync_dir(self._path)
             except OSError as error:  # it begins there or not
                 raise self._stop("a sync of the directory failed", error) from error
-            table = _Table()
-            if self._table.count > dropped:
-                table.put(0, [self._table.view(self._table.count, dropped).tobytes()])
-            table.count = self._table.count - dropped
+            dropped, alone = self._cut, self._table.behind(self._cut)
             self._before.append(ref(self.lease))
-            self._base, self._table = now, table
+            self._base, self._table = now, alone
             self._end = self._end._replace(records=self._end.records - dropped)
             self._covered = self._covered._replace(records=self._covered.records - dropped)
             self._followed = max(0, self._followed - dropped)

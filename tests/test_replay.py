@@ -181,7 +181,8 @@ def test_missing_features_are_named_each_once(tmp_path: Path) -> None:
 def test_what_damage_hides_is_said_behind_the_last_step(tmp_path: Path) -> None:
     with SessionStore.open(tmp_path / "store", durability="commit") as store:
         session = store.create("chat", scheme="text@hf5")
-        replies = [generate(session, session.append(session.root, [number]), 3, number, key=f"reply {number}") for number in range(9)]
+        asked = [session.append(session.root, [number]) for number in range(9)]
+        replies = [generate(session, node, 3, key=f"reply {number}") for number, node in enumerate(asked)]
     (segment,) = (tmp_path / "store" / "segments").glob("*.seg")
     data = bytearray(segment.read_bytes())
     at = data.index(b"reply 4")
@@ -191,7 +192,7 @@ def test_what_damage_hides_is_said_behind_the_last_step(tmp_path: Path) -> None:
         steps = []
         with pytest.raises(CorruptTree, match="1 of session 'chat'"):
             for step in replay(store):
-                steps.append(step)  # noqa: PERF402
+                steps.append(step)
     assert [step.node.id for step in steps] == [reply.id for at, reply in enumerate(replies) if at != 4]
 
 

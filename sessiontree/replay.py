@@ -21,6 +21,7 @@ from sessiontree.details import Link, TailPolicy
 from sessiontree.errors import CorruptTree
 from sessiontree.media import MediaItem
 from sessiontree.node import MediaSpan, Node
+from sessiontree.stored import StoredIndex
 from sessiontree.tokens import Position
 from sessiontree.tree import SessionTree
 
@@ -173,11 +174,17 @@ def _steps(sessions: Iterable[OneSession]) -> Iterator[ReplayStep]:
                 seen.add(node.id)
             yield ReplayStep(number, session.id, node, node.parent, _absent(node.parent))
             number += 1
-        if read < len(tree):
-            unread.append((session.id, len(tree) - read))
+        if read < tree._count and _is_damaged(tree):
+            unread.append((session.id, tree._count - read))
     if unread:
         where = ", ".join(f"{count} of session {name!r}" for name, count in unread[:8])
         raise CorruptTree(f"nodes that cannot be read: {where}; what was generated there is no step", sessions=tuple(unread))
+
+
+def _is_damaged(tree: SessionTree) -> bool:
+    """Whether it lies in a store that serves what is sound of it: whoever goes through it is not told of the rest."""
+    lowest, _ = tree._index.layers_upward(tree._count)[0]
+    return isinstance(lowest, StoredIndex) and lowest.source.lenient
 
 
 def _contents(node: Node) -> tuple[MediaItem, ...]:

@@ -82,7 +82,7 @@ def tree(
         shape = Shape(session._tree)
         first = 0 if top is None else shape.ordinal(top)
         heads = shape.heads()
-        lost = 0 if first else len(shape.parents) - 1 - shape.below[0]
+        lost = 0 if first else shape.lost
         unreadable = lost > 0
 
         def noticed() -> Iterator[Row]:
@@ -92,7 +92,7 @@ def tree(
                 yield row
 
         if as_json:
-            facts = {"session": session.id, "count": len(shape.parents), "lost": lost}
+            facts = {"session": session.id, "count": len(session._tree), "lost": lost}
             entries = (_row_facts(row, shape, heads.get(row.ordinal, []), text) for row in noticed())
             stream_json(facts, "nodes", entries)
         else:

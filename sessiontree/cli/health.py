@@ -9,7 +9,7 @@ import typer
 
 from sessiontree.cli.output import Code, Usage, flat, progress, report_facts, safe, styled, write, write_json, write_pairs
 from sessiontree.cli.source import Json, Store, check_store, complete_place, complete_session, find_place, session_named, writing
-from sessiontree.render import _count, _name
+from sessiontree.render import _count, _listed, _name
 
 NodePlace = Annotated[
     str,
@@ -48,8 +48,9 @@ def fsck(
         return Code.FINE if report.ok else Code.FOUND
     write(styled("nothing is damaged", fg="green") if report.ok else styled("DAMAGED", fg="red", bold=True))
     write_pairs(flat(facts))
-    for damage in facts.get("damaged", ()):
-        write(_damage(damage))
+    for name, found in facts.items():
+        for each in found if isinstance(found, list) else ():
+            write(f"{name.replace('_', ' ')}: {_described(each)}")
     if rescue is not None:
         write(f"saved to {safe(str(salvage))}")
         write_pairs(flat(rescue), "  ")
@@ -58,14 +59,18 @@ def fsck(
     return Code.FINE if report.ok else Code.FOUND
 
 
-def _damage(damage: dict[str, Any]) -> str:
-    line = f"✗ segment {damage['segment']}, byte {damage['offset']}: {safe(str(damage['what']))}"
-    if damage.get("session_id") is not None:
-        line += f", session {_name(str(damage['session_id']))}"
-    if damage.get("node_id") is not None:
-        line += f", node {str(damage['node_id'])[:16]}"
-    dependents = damage.get("dependents") or ()
-    return line + (f"; {_count(len(dependents), 'node')} below it cannot be read" if dependents else "")
+def _described(found: Any) -> str:
+    """One thing that was found, in a line."""
+    if not isinstance(found, dict):
+        return safe(str(found))
+    line = safe(str(found["what"]))
+    where = [safe(str(found["path"]))] if found.get("path") else []
+    where += [f"{name} {found[name]}" for name in ("segment", "offset") if found.get(name) is not None]
+    where += [f"session {_name(found['session_id'])}"] if found.get("session_id") is not None else []
+    where += [f"node {found['node_id'][:16]}"] if found.get("node_id") else []
+    below = [node[:8] for node in found.get("dependents") or ()]
+    lost = f"; with it {_count(len(below), 'node')} below: {_listed(below)}" if below else ""
+    return line + (f" ({', '.join(where)})" if where else "") + lost
 
 
 def stats(store: Store, as_json: Json = False) -> int:

@@ -10,6 +10,7 @@ import typer
 from sessiontree.cli.output import Code, NoStore, Usage, flat, progress, report_facts, safe, write, write_json, write_pairs
 from sessiontree.cli.source import Json, Store, complete_place, complete_session, find_place, reading, session_named, writing
 from sessiontree.node import Namespace
+from sessiontree.render import _name
 
 Bundle = Annotated[Path, typer.Argument(metavar="FILE", help="The bundle's file.", show_default=False)]
 _FIELDS: Final = ", ".join(Namespace._fields)
@@ -96,7 +97,10 @@ def import_(
         write_json(facts)
     else:
         write(f"imported from {safe(str(file))}")
-        write_pairs(flat(facts), "  ")
+        write_pairs(flat(facts | {"ids": list(facts["ids"])}), "  ")
+        for head in facts["heads_kept"]:
+            name = f"{_name(head['session_id'])}/{_name(head['name'])}"
+            write(f"  {name} stays at {head['here'][:8]}; in the bundle it is at {head['bundled'][:8]}")
     return Code.FINE
 
 

@@ -21,15 +21,15 @@ from sessiontree.tree import SessionTree
 
 
 class Shape:
-    """``parents``: by ordinal, in commit order, the parent's ordinal; -1 for the root and where it is not known.
+    """``parents``: by ordinal, in commit order, the parent's ordinal; -1 for the root, and for what is not there or names none.
 
-    ``below``: how many nodes stand below each.
+    ``below``: how many nodes stand below each. ``lost``: how many nodes there are that do not stand below the root.
     """
 
     def __init__(self, tree: SessionTree) -> None:
         self._tree = tree
-        self._layers: list[tuple[NodeIndex, int]] = tree._index.layers_upward(len(tree))
-        parents = [-1] * len(tree)
+        self._layers: list[tuple[NodeIndex, int]] = tree._index.layers_upward(tree._count)
+        parents = [-1] * tree._count
         for ordinal, parent in self._known_parents():
             parents[ordinal] = parent
         self.parents = parents
@@ -37,6 +37,7 @@ class Shape:
         for ordinal in range(len(parents) - 1, 0, -1):
             if parents[ordinal] >= 0:
                 below[parents[ordinal]] += below[ordinal] + 1
+        self.lost = len(tree) - 1 - below[0]
         by_parent = np.asarray(parents)
         self._order: NDArray[np.int64] = np.argsort(by_parent, kind="stable")
         self._starts: NDArray[np.int64] = np.searchsorted(by_parent[self._order], np.arange(len(parents) + 1))
@@ -72,9 +73,14 @@ class Shape:
                 return index.tip.ancestor(ordinal)
         raise AssertionError(ordinal)
 
+    def newest(self) -> Node:
+        """The node that was committed last, of those that stand below the root."""
+        ordinals = range(len(self.parents) - 1, 0, -1)
+        return self.node(next((ordinal for ordinal in ordinals if self.parents[ordinal] >= 0), 0))
+
     def ordinal(self, node: Node) -> int:
         """Of a node of this tree."""
-        found = self._tree._index.find_ordinal(node, len(self._tree))
+        found = self._tree._index.find_ordinal(node, self._tree._count)
         assert found is not None
         return found
 

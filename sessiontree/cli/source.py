@@ -179,7 +179,7 @@ def default_node(session: Session) -> Node:
         return session.head("main" if "main" in names else names[0]).node
     if names:
         raise _ambiguous(f'session {session.id!r} has no head "main"; name one of', [f"{session.id}/{name}" for name in names])
-    return Shape(session._tree).node(len(session._tree) - 1)
+    return Shape(session._tree).newest()
 
 
 def _ambiguous(message: str, candidates: Any, count: int | None = None) -> Usage:

@@ -419,7 +419,9 @@ def test_what_is_not_there_is_said(named: Path, place: str) -> None:
 def test_a_session_with_many_heads_and_no_main_wants_one_named(chats: Path) -> None:
     with SessionStore.open(chats) as store:
         store.get("chat-1").drop_head("main")
-        assert node_of(chats, "chat-1")[1] == store.get("chat-1").head("first").node.id.hex(), "the only head"
+        only = store.get("chat-1").head("first").node.id.hex()
+    assert node_of(chats, "chat-1") == ("chat-1", only), "the only head"
+    with SessionStore.open(chats) as store:
         store.get("chat-1").set_head("second", store.get("chat-1").root)
     result = run("log", chats)
     assert result.exit_code == 2 and "  chat-1/first\n  chat-1/second\n" in result.stderr
@@ -617,6 +619,7 @@ def test_damage_on_opening_says_what_to_do_and_lenient_shows_the_rest(chats: Pat
     assert result.stdout.splitlines()[-1] == f"✗ {lost} nodes not shown: what they stand under is missing"
     assert json_of("tree", chats, "--lenient", code=5)["lost"] == lost
     assert run("log", chats, "first", "--lenient").exit_code == 0
+    assert run("show", chats, "000000", "--lenient").exit_code == 2, "what is not there has no id"
     assert run("ls", chats, "--lenient").exit_code == 0
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import typer
 
 from sessiontree.cli.output import Code, NoStore, Usage, flat, progress, report_facts, safe, write, write_json, write_pairs
-from sessiontree.cli.source import Json, Store, complete_place, complete_session, find_place, reading, session_named, writing
+from sessiontree.cli.source import Json, Source, complete_place, complete_session, find_place, reading, session_named, writing
 from sessiontree.node import Namespace
 from sessiontree.render import _name
 
@@ -17,7 +17,7 @@ _FIELDS: Final = ", ".join(Namespace._fields)
 
 
 def export(
-    store: Store,
+    store: Source,
     file: Bundle,
     sessions: Annotated[
         list[str] | None,
@@ -56,7 +56,7 @@ def export(
         if start is not None:
             session, subtree = find_place(source, start)
             names = [session.id]
-        compress = "zstd" if zstd else None
+        compress: Literal["zstd"] | None = "zstd" if zstd else None
         report = export_bundle(source, file, names, subtree=subtree, features=features, compress=compress, progress=bar)
     facts = report_facts(report)
     if as_json:
@@ -85,11 +85,13 @@ def import_(
 
     Every digest is checked; what is there already stays, and a second time changes nothing.
     """
-    from sessiontree.bundles import import_bundle  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+    from sessiontree.bundles import import_bundle, open_bundle  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
 
     if not file.is_file():
         raise NoStore(f"there is no bundle at {file}")
     target = _namespace(namespace)
+    if not store.exists():
+        open_bundle(file).close()  # before anything is made for it
     with writing(store, make=True) as opened, progress("import", as_json) as bar:
         report = import_bundle(opened, file, namespace=target, progress=bar)
     facts = report_facts(report)

@@ -18,50 +18,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
 
 from sessiontree import MediaItem, Node, Session, SessionStore, replay
 from sessiontree.cli import output
-from sessiontree.cli.app import app
+from tests.command_line import ROOT, conversation, environment, flip, generate, json_of, run, sessiontree, text_of
 from tests.toy import a_turn, image, media, shown, toy_scheme, turn
 
 COMMANDS = ["ls", "tree", "show", "log", "diff", "replay", "stats", "fsck", "export", "import", "pin", "unpin", "drop", "gc"]
 READING = ["ls", "tree", "show", "log", "diff", "replay"]
-ROOT = Path(__file__).parent.parent
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(each) for each in arguments], prog_name="sessiontree", catch_exceptions=False)
-
-
-def text_of(*arguments: object, code: int = 0) -> str:
-    result = run(*arguments)
-    assert result.exit_code == code, result.output
-    assert code not in (0, 1) or result.stderr == ""
-    return result.stdout
-
-
-def json_of(*arguments: object, code: int = 0) -> Any:
-    return json.loads(text_of(*arguments, "--json", code=code))
-
-
-def generate(session: Session, parent: Node, *tokens: int, **options: Any) -> Node:
-    draft = session.draft(parent, **options)
-    draft.extend(tokens)
-    return draft.commit("stop")
-
-
-def conversation(store: SessionStore, name: str = "chat-1") -> Session:
-    """A question with an image, two replies, the second gone on from; heads "main" and "first"."""
-    session = store.create(name, scheme=toy_scheme(), namespace="acme", model_fingerprint="tiny")
-    asked = a_turn(number=1)
-    question = session.append(session.root, asked.tokens, media=media(asked), metadata={"at": 1.5})
-    first = generate(session, question, 7, 8, key="first")
-    second = generate(session, question, 7, 9, 10, key="other", metadata={"tool_calls": ["a"]})
-    result = session.append(second, [11], role="tool", metadata={"tool_call_id": "a"})
-    session.set_head("main", generate(session, result, 12, key="last"))
-    session.set_head("first", first)
-    return session
 
 
 @pytest.fixture
@@ -94,13 +58,15 @@ def test_ls(chats: Path) -> None:
 
 def test_ls_in_json(chats: Path, session: Session) -> None:
     answer = json_of("ls", chats)
-    assert answer["path"] == str(chats)
+    assert (answer["path"], answer["damaged"]) == (str(chats), 0)
     (facts,) = answer["sessions"]
     assert facts == {
         "id": "chat-1",
         "nodes": 6,
         "root": session.root.id.hex(),
         "heads": {name: node.id.hex() for name, node in session.heads.items()},
+        "uncertain_heads": [],
+        "pins": [],
         "scheme": "qwen2_5_vl@sglang",
         "scheme_params": dict(session.scheme.params),
         "namespace": {"cache_salt": None, "lora": None, "tenant": "acme"},
@@ -190,6 +156,7 @@ def node_in_json(node: Node, session: Session) -> dict[str, Any]:
         ],
         "links": [{"kind": link.kind, "node": link.node_id.hex(), "reused_tokens": link.reused_tokens} for link in node.links],
         "heads": sorted(name for name, head in session.heads.items() if head == node),
+        "pinned": node.id in session.pins,
     }
 
 
@@ -526,8 +493,8 @@ def arguments_of(name: str, path: Path) -> list[object]:
         "diff": ["main", "first"],
         "export": [path.parent / "bundle"],
         "import": [path.parent / "bundle"],
-        "pin": ["main", "name"],
-        "unpin": ["chat-1", "name"],
+        "pin": ["main"],
+        "unpin": ["main"],
         "drop": ["first"],
     }
     return [name, path, *more.get(name, [])]
@@ -547,7 +514,7 @@ def test_no_store_is_told_from_an_empty_one(name: str, tmp_path: Path) -> None:
 def test_an_empty_store_has_no_sessions(tmp_path: Path) -> None:
     SessionStore.open(tmp_path / "store").close()
     assert text_of("ls", tmp_path / "store") == ""
-    assert json_of("ls", tmp_path / "store") == {"path": str(tmp_path / "store"), "sessions": []}
+    assert json_of("ls", tmp_path / "store") == {"path": str(tmp_path / "store"), "damaged": 0, "sessions": []}
     assert "no sessions" in run("tree", tmp_path / "store").stderr
 
 
@@ -566,15 +533,6 @@ def test_a_newer_format_is_named(name: str, chats: Path) -> None:
     (chats / "FORMAT").write_bytes(form.replace(b"log 1 ", b"log 9 "))
     result = run(*arguments_of(name, chats))
     assert (result.exit_code, result.stdout) == (6, "") and "format 9" in result.stderr
-
-
-def flip(path: Path, what: bytes) -> None:
-    """One bit of the record that holds it."""
-    (segment,) = (path / "segments").glob("*.seg")
-    data = bytearray(segment.read_bytes())
-    assert data.count(what) == 1
-    data[data.index(what)] ^= 1
-    segment.write_bytes(data)
 
 
 def test_damage_is_a_line_of_the_tree_and_an_exit_code(chats: Path, session: Session) -> None:
@@ -717,15 +675,6 @@ def on_a_terminal(command: Sequence[str], env: dict[str, str]) -> str:
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
-
-
-def sessiontree(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sessiontree", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment(), check=False, **options)
-
-
 def test_help_names_every_command_and_what_it_takes() -> None:
     result = sessiontree("--help")
     assert result.returncode == 0 and "Exit codes" in result.stdout

@@ -12,11 +12,11 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from sessiontree.cli.facts import node_facts, node_line
+from sessiontree.cli.facts import Marks, node_facts, node_line
 from sessiontree.cli.output import Code, safe, stream_json, styled, write
 from sessiontree.cli.shape import Shape
 from sessiontree.cli.source import Json, Lenient, OnePlace, Source, Tokenizer, complete_node, find_place, node_named, reading
-from sessiontree.cli.words import words
+from sessiontree.cli.words import Words, words
 from sessiontree.errors import CorruptTree
 from sessiontree.node import Node
 from sessiontree.render import _count
@@ -81,7 +81,7 @@ def tree(
         top = node if start is None else node_named(session, start)
         shape = Shape(session._tree)
         first = 0 if top is None else shape.ordinal(top)
-        heads = shape.heads()
+        marks = Marks(session, shape)
         lost = 0 if first else shape.lost
         unreadable = lost > 0
 
@@ -93,12 +93,12 @@ def tree(
 
         if as_json:
             facts = {"session": session.id, "count": len(session._tree), "lost": lost}
-            entries = (_row_facts(row, shape, heads.get(row.ordinal, []), text) for row in noticed())
+            entries = (_row_facts(row, shape, marks, text) for row in noticed())
             stream_json(facts, "nodes", entries)
         else:
             for row in noticed():
                 if row.node is not None:
-                    write(row.rail + node_line(row.node, heads.get(row.ordinal, ()), text))
+                    write(row.rail + node_line(row.node, marks, text))
                 else:
                     write(
                         row.rail
@@ -112,8 +112,10 @@ def tree(
     return Code.CORRUPT if unreadable else Code.FINE
 
 
-def _row_facts(row: Row, shape: Shape, heads: list[str], text: Any) -> dict[str, Any]:
+def _row_facts(row: Row, shape: Shape, marks: Marks, text: Words | None) -> dict[str, Any]:
     below = {"below": shape.below[row.ordinal]}
     if row.node is not None:
-        return node_facts(row.node, heads, text) | below
-    return {"id": shape.id_at(row.ordinal).hex(), "heads": heads, **below, "error": str(row.error)}
+        return node_facts(row.node, marks, text) | below
+    node_id = shape.id_at(row.ordinal)
+    facts = {"id": node_id.hex(), "heads": marks.heads(node_id), "pinned": marks.pinned(node_id)}
+    return facts | below | {"error": str(row.error)}

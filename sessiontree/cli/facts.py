@@ -6,26 +6,46 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sessiontree.cli.output import plain, styled
+from sessiontree.cli.shape import Shape
 from sessiontree.cli.words import Words
 from sessiontree.media import MediaItem
 from sessiontree.node import Namespace, Node
 from sessiontree.render import _facts, _name
+from sessiontree.store import Session
 
 MAX_CHARACTERS = 60  # of a node's text in its line
 
 
-def node_line(node: Node, heads: Sequence[str] = (), words: Words | None = None) -> str:
+class Marks:
+    """What a session says of its nodes: heads and pins, by id."""
+
+    def __init__(self, session: Session, shape: Shape) -> None:
+        self._heads = {shape.id_at(ordinal): names for ordinal, names in shape.heads().items()}
+        self._pins = session.pins
+
+    def heads(self, node_id: bytes) -> list[str]:
+        """Names, sorted."""
+        return self._heads.get(node_id, [])
+
+    def pinned(self, node_id: bytes) -> bool:
+        """Whether gc keeps it for a pin's sake."""
+        return node_id in self._pins
+
+
+def node_line(node: Node, marks: Marks, words: Words | None = None) -> str:
     """A node in one line, as ``to_text`` draws it: id, role, tokens; what else there is; its heads; the beginning of its text."""
     generated = node.origin == "generated"
     line = styled("● " if generated else "○ ", fg="green" if generated else "cyan") + ", ".join(_facts(node))
-    if heads:
+    if marks.pinned(node.id):
+        line += ", pinned"
+    if heads := marks.heads(node.id):
         line += styled(f" ← {' '.join(map(_name, heads))}", fg="yellow", bold=True)
     if words is not None and len(node):
         line += "  " + styled(words.beginning(node, MAX_CHARACTERS), italic=True)
     return line
 
 
-def node_facts(node: Node, heads: Sequence[str] = (), words: Words | None = None) -> dict[str, Any]:
+def node_facts(node: Node, marks: Marks, words: Words | None = None) -> dict[str, Any]:
     """The keys that every node has in JSON, wherever it stands."""
     facts: dict[str, Any] = {
         "id": node.id.hex(),
@@ -43,7 +63,8 @@ def node_facts(node: Node, heads: Sequence[str] = (), words: Words | None = None
             for item in node.media
         ],
         "links": [{"kind": kind, "node": node_id.hex(), "reused_tokens": reused} for kind, node_id, reused in node.links],
-        "heads": list(heads),
+        "heads": marks.heads(node.id),
+        "pinned": marks.pinned(node.id),
     }
     return facts if words is None else facts | {"text": words.text(node)}
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
 from sessiontree.cli.output import Code, Usage, flat, progress, report_facts, safe, styled, write, write_json, write_pairs
-from sessiontree.cli.source import Json, Store, check_store, complete_place, complete_session, find_place, session_named, writing
+from sessiontree.cli.source import Json, Place, Store, check_store, complete_place, find_place, session_named, writing
 from sessiontree.render import _count, _listed, _name
+from sessiontree.store import SessionStore
 
+MAX_LINES: Final = 100  # of a list in a report
 NodePlace = Annotated[
     str,
     typer.Argument(
@@ -36,33 +38,44 @@ def fsck(
     from sessiontree.fsck import salvage as saved  # noqa: PLC0415
 
     check_store(store)
-    with progress("fsck", as_json) as bar:
-        report = checked(store, progress=bar)
-    facts = report_facts(report)
     rescue = None
-    if salvage is not None:
-        with progress("salvage", as_json) as bar:
-            rescue = report_facts(saved(store, salvage, progress=bar))
+    with progress("fsck" if salvage is None else "salvage", as_json) as bar:
+        if salvage is None:
+            report = checked(store, progress=bar)
+        else:
+            rescued = saved(store, salvage, progress=bar)
+            report, rescue = rescued.report, report_facts(rescued)
+            del rescue["report"]
+    facts = report_facts(report)
     if as_json:
         write_json(facts | {"salvage": rescue})
         return Code.FINE if report.ok else Code.FOUND
     write(styled("nothing is damaged", fg="green") if report.ok else styled("DAMAGED", fg="red", bold=True))
-    write_pairs(flat(facts))
-    for name, found in facts.items():
-        for each in found if isinstance(found, list) else ():
-            write(f"{name.replace('_', ' ')}: {_described(each)}")
+    _write_report(facts)
     if rescue is not None:
-        write(f"saved to {safe(str(salvage))}")
-        write_pairs(flat(rescue), "  ")
+        write(f"what is sound was written to {safe(str(salvage))}")
+        _write_report(rescue, "  ")
     elif not report.ok:
         write("--salvage NEW writes what is sound to a new store.")
     return Code.FINE if report.ok else Code.FOUND
 
 
+def _write_report(facts: dict[str, Any], indent: str = "") -> None:
+    """Numbers first, then what lists hold, a line each."""
+    write_pairs(flat(facts), indent)
+    for name, found in facts.items():
+        for each in found[:MAX_LINES] if isinstance(found, list) else ():
+            write(f"{indent}{name.replace('_', ' ')}: {_described(each)}")
+        if isinstance(found, list) and len(found) > MAX_LINES:
+            write(f"{indent}{name.replace('_', ' ')}: {len(found) - MAX_LINES:,} more; --json has all")
+
+
 def _described(found: Any) -> str:
     """One thing that was found, in a line."""
     if not isinstance(found, dict):
-        return safe(str(found))
+        return "/".join(_name(each) for each in found) if isinstance(found, list) else _name(str(found), 64)
+    if "what" not in found:
+        return ", ".join(f"{name} {value}" for name, value in flat(found))
     line = safe(str(found["what"]))
     where = [safe(str(found["path"]))] if found.get("path") else []
     where += [f"{name} {found[name]}" for name in ("segment", "offset") if found.get(name) is not None]
@@ -85,7 +98,7 @@ def stats(store: Store, as_json: Json = False) -> int:
     if as_json:
         write_json(facts)
     else:
-        write_pairs(flat(facts))
+        _write_report(facts)
     return Code.FINE
 
 
@@ -93,18 +106,22 @@ def gc(
     store: Store,
     recent: Annotated[
         int | None,
-        typer.Option(min=0, help="Keep so many of the newest leaves of each session, beside heads and pins.", show_default=False),
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Also drop what no head and no pin leads to, except for the last N nodes of each session and their paths.",
+            show_default=False,
+        ),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Remove what nothing leads to.
+    """Give back what was dropped.
 
-    What no head, pin or recent leaf leads to goes, and its space comes back. What another process reads stays until it is done.
-    Killed half-way, a store is as it was or as it will be.
+    What no session shows any more leaves the disk, except for what another process reads: that goes when it is done. Killed
+    half-way, a store is as it was or as it will be.
     """
     with writing(store) as opened, progress("gc", as_json) as bar:
-        report = opened.gc(progress=bar) if recent is None else opened.gc(recent=recent, progress=bar)  # type: ignore[attr-defined,unused-ignore]
-    facts = report_facts(report)
+        facts = report_facts(opened.gc(recent=recent, progress=bar))
     if as_json:
         write_json(facts)
     else:
@@ -112,61 +129,61 @@ def gc(
     return Code.FINE
 
 
-def pin(
-    store: Store,
-    place: NodePlace,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What the pin is called, for unpin.", show_default=False)],
-    as_json: Json = False,
-) -> int:
+def pin(store: Store, place: NodePlace, as_json: Json = False) -> int:
     """Keep a node and its path from gc.
 
-    And the features of their media.
+    And the features of their media, until it is unpinned.
     """
     with writing(store) as opened:
-        session, node = find_place(opened, place)
-        if node is None:
-            raise Usage(f"{place!r} is a session; which node of it?")
-        session.pin(node, name)  # type: ignore[attr-defined,unused-ignore]
-        facts = {"session": session.id, "node": node.id.hex(), "pin": name}
-    if as_json:
-        write_json(facts)
-    else:
-        write(f"{_name(session.id)}/{node.id.hex()[:8]} is pinned as {_name(name)}")
-    return Code.FINE
+        session, node = _node_named(opened, place)
+        session.pin(node)
+    return _told({"session": session.id, "node": node.id.hex(), "pinned": True}, "pinned", as_json)
 
 
-def unpin(
+def unpin(store: Store, place: NodePlace, as_json: Json = False) -> int:
+    """Remove a pin.
+
+    The node stays until it is dropped, or gc --recent finds nothing else that leads to it.
+    """
+    with writing(store) as opened:
+        session, node = _node_named(opened, place)
+        session.unpin(node)
+    return _told({"session": session.id, "node": node.id.hex(), "pinned": False}, "not pinned", as_json)
+
+
+def drop(
     store: Store,
-    session_id: Annotated[
-        str, typer.Argument(metavar="SESSION", help="A session's id.", autocompletion=complete_session, show_default=False)
-    ],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What the pin is called.", show_default=False)],
+    place: NodePlace,
+    whole: Annotated[bool, typer.Option("--session", help="PLACE is a session; drop all of it.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Remove a pin. The node stays until gc finds nothing else that leads to it."""
-    with writing(store) as opened:
-        session = session_named(opened, session_id)
-        session.unpin(name)  # type: ignore[attr-defined,unused-ignore]
-    if as_json:
-        write_json({"session": session.id, "pin": name})
-    else:
-        write(f"{_name(name)} of {_name(session.id)} is no pin any more")
-    return Code.FINE
+    """Drop a node and all that stands below it.
 
-
-def drop(store: Store, place: NodePlace, as_json: Json = False) -> int:
-    """Drop a node and all that stands below it. The space comes back with gc.
-
-    A node must be named; a session alone is refused.
+    Refused where a head or a pin holds any of that. The bytes come back with gc.
     """
     with writing(store) as opened:
-        session, node = find_place(opened, place)
-        if node is None:
-            raise Usage(f"{place!r} is a session; which node of it?")
-        session.drop(node)  # type: ignore[attr-defined,unused-ignore]
-        facts = {"session": session.id, "node": node.id.hex()}
+        if whole:
+            session = session_named(opened, place)
+            opened.drop(session.id)
+            return _told({"session": session.id, "node": None}, "dropped", as_json)
+        session, node = _node_named(opened, place)
+        session.drop(node)
+    return _told({"session": session.id, "node": node.id.hex()}, "dropped, with all below it", as_json)
+
+
+def _node_named(store: SessionStore, place: str) -> Place:
+    """A place where a node is named. Raises Usage."""
+    session, node = find_place(store, place)
+    if node is None:
+        raise Usage(f"{place!r} is a session; which node of it?")
+    return Place(session, node)
+
+
+def _told(facts: dict[str, Any], what: str, as_json: bool) -> int:
+    """Say what was done."""
     if as_json:
         write_json(facts)
     else:
-        write(f"{_name(session.id)}/{node.id.hex()[:8]} is dropped, and all below it")
+        node = f"/{facts['node'][:8]}" if facts["node"] else ""
+        write(f"{_name(facts['session'])}{node} is {what}")
     return Code.FINE

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import Any, Final
 
+import attrs
 import numpy as np
 import typer
 
@@ -199,7 +200,7 @@ def flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 def report_facts(report: Any) -> dict[str, Any]:
     """A report of the library in JSON: what it says itself, ids in hexadecimal."""
-    facts: dict[str, Any] = report.to_dict()
+    facts: dict[str, Any] = report.to_dict() if hasattr(report, "to_dict") else attrs.asdict(report)
     return facts
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import typer
 
 from sessiontree import query
-from sessiontree.cli.facts import item_facts, namespace_facts, node_facts, node_line, number, span_facts
+from sessiontree.cli.facts import Marks, item_facts, namespace_facts, node_facts, node_line, number, span_facts
 from sessiontree.cli.output import Code, plain, safe, stream_json, styled, write, write_json, write_pairs
 from sessiontree.cli.shape import Shape
 from sessiontree.cli.source import Json, Lenient, OnePlace, Source, Tokenizer, complete_place, place_named, reading
@@ -38,17 +38,29 @@ def ls(store: Source, lenient: Lenient = False, as_json: Json = False) -> int:
     with reading(store, lenient) as source:
         sessions = map(source.get, source.sessions())
         if as_json:
-            stream_json({"path": str(store)}, "sessions", map(_session_facts, sessions))
-            return Code.FINE
+            lost = source.damaged_sessions
+            stream_json({"path": str(store), "damaged": len(lost)}, "sessions", map(_session_facts, sessions))
+            return Code.CORRUPT if lost else Code.FINE
         for session in sessions:
             tree = session._tree
             facts = [_count(len(tree), "node")]
             if names := sorted(tree._heads):
                 facts.append(f"{_count(len(names), 'head')}: {_listed(names)}")
+            if unsure := _uncertain(session):
+                facts.append(f"uncertain since damage may hide later moves: {_listed(unsure)}")
+            if session.pins:
+                facts.append(_count(len(session.pins), "pin"))
             facts.append(_name(session.scheme.name))
             facts += [f"{name} {_name(value)}" for name, value in namespace_facts(session.namespace).items() if value is not None]
             write(f"{styled(_name(session.id, _LONG), bold=True)}  {', '.join(facts)}")
-    return Code.FINE
+        if lost := source.damaged_sessions:
+            write(styled(f"✗ {_count(len(lost), 'session')} not shown: their own records are damaged", fg="red"))
+    return Code.CORRUPT if lost else Code.FINE
+
+
+def _uncertain(session: Session) -> list[str]:
+    """Heads that may have been somewhere else later: damage may hide it."""
+    return [name for name, head in sorted(session._tree._heads.items()) if head.uncertain]
 
 
 def _session_facts(session: Session) -> dict[str, Any]:
@@ -58,6 +70,8 @@ def _session_facts(session: Session) -> dict[str, Any]:
         "nodes": len(session._tree),
         "root": session.root.id.hex(),
         "heads": {name: shape.id_at(ordinal).hex() for name, ordinal in shape.ordinals_of_heads().items()},
+        "uncertain_heads": _uncertain(session),
+        "pins": sorted(pin.hex() for pin in session.pins),
         "scheme": session.scheme.name,
         "scheme_params": plain(dict(session.scheme.params)),
         "namespace": namespace_facts(session.namespace),
@@ -85,11 +99,11 @@ def show(
         session, node = place_named(source, place)
         shape = Shape(session._tree)
         at = shape.ordinal(node)
-        heads, children = shape.heads().get(at, []), [shape.id_at(child) for child in shape.children(at)]
+        marks, children = Marks(session, shape), [shape.id_at(child) for child in shape.children(at)]
         held = [_held(node, item) for item in node.media]
         positions = {mode: _positions(node, mode) for mode in ("as_decoded", "as_replayed")}
         if as_json:
-            facts = node_facts(node, heads, text)
+            facts = node_facts(node, marks, text)
             for item, has in zip(facts["media"], held, strict=True):
                 item["features"] = has
             facts |= {
@@ -114,7 +128,8 @@ def show(
             ("role", "none" if node.role is None else _name(node.role)),
             ("origin", safe(origin) if node.origin == "generated" else node.origin),
             ("key", "none" if node.key is None else _name(node.key, _LONG)),
-            ("heads", _listed(heads) if heads else "none"),
+            ("heads", _listed(marks.heads(node.id)) or "none"),
+            ("pinned", "yes" if marks.pinned(node.id) else "no"),
             ("children", f"{len(children):,}" + "".join(f" {child.hex()[:8]}" for child in children[:8])),
             ("below", _count(shape.below[at], "node")),
             ("positions", f"next {decoded['next_position']}, delta {decoded['mrope_position_delta']}"),
@@ -170,14 +185,14 @@ def log(
     text = words(tokenizer)
     with reading(store, lenient) as source:
         session, node = place_named(source, place)
-        heads = _heads_of(session)
+        marks = Marks(session, Shape(session._tree))
         upward = islice(_upward(node), limit)
         if as_json:
-            entries = (node_facts(each, heads.get(each.id, ()), text) for each in upward)
+            entries = (node_facts(each, marks, text) for each in upward)
             stream_json({"session": session.id, "node": node.id.hex()}, "nodes", entries)
         else:
             for each in upward:
-                write(node_line(each, heads.get(each.id, ()), text))
+                write(node_line(each, marks, text))
     return Code.FINE
 
 
@@ -185,11 +200,6 @@ def _upward(node: Node | None) -> Iterator[Node]:
     while node is not None:
         yield node
         node = node.parent
-
-
-def _heads_of(session: Session) -> dict[bytes, list[str]]:
-    shape = Shape(session._tree)
-    return {shape.id_at(ordinal): names for ordinal, names in shape.heads().items()}
 
 
 # --- diff -------------------------------------------------------------------------------------------------------------
@@ -244,6 +254,7 @@ class _Side:
     def __init__(self, name: str, session: Session, node: Node, rest: Any, media: Any, found: Diff) -> None:
         self.name = name
         self.session = session
+        self.marks = Marks(session, Shape(session._tree))
         self.node = node
         self.rest: np.ndarray[Any, Any] = rest
         self.media = media
@@ -251,7 +262,6 @@ class _Side:
         self.turns = [each for each in _upward(node) if each.depth >= first][::-1]
 
     def facts(self, text: Words | None) -> dict[str, Any]:
-        heads = _heads_of(self.session)
         return {
             "session": self.session.id,
             "node": self.node.id.hex(),
@@ -259,7 +269,7 @@ class _Side:
             "stop": self.node.stop,
             "token_ids": self.rest.tolist(),
             "media": span_facts(self.media),
-            "nodes": [node_facts(each, heads.get(each.id, ()), text) for each in self.turns],
+            "nodes": [node_facts(each, self.marks, text) for each in self.turns],
         }
 
     def describe(self) -> str:
@@ -272,9 +282,8 @@ class _Side:
             write(f"{self.name} ends there")
             return
         write(f"{self.name} goes on with {_count(len(self.rest), 'token')} in {_count(len(self.turns), 'turn')}")
-        heads = _heads_of(self.session)
         for each in self.turns[:MAX_TURNS]:
-            write("  " + node_line(each, heads.get(each.id, ()), text))
+            write("  " + node_line(each, self.marks, text))
         if len(self.turns) > MAX_TURNS:
             write(f"  ⋮ {_count(len(self.turns) - MAX_TURNS, 'turn')} more")
         for item, start, stop in self.media:

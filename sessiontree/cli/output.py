@@ -188,14 +188,18 @@ def write_pairs(pairs: Iterable[tuple[str, str]], indent: str = "") -> None:
 
 def flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """A report's facts as (name, value) pairs; of lists, how many entries they have."""
-    for name, value in facts.items():
+    for key, value in facts.items():
+        name = f"{prefix}{key}".replace("_", " ")
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name} ")
+            yield from flat(value, f"{name} ")
         elif isinstance(value, list):
-            yield f"{prefix}{name}".replace("_", " "), f"{len(value):,}"
+            yield name, f"{len(value):,}"
+        elif isinstance(value, bool):
+            yield name, "yes" if value else "no"
+        elif isinstance(value, float):
+            yield name, f"{value:,.3g}"
         else:
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            yield f"{prefix}{name}".replace("_", " "), f"{value:,}" if number else safe(str(value))
+            yield name, f"{value:,}" if isinstance(value, int) else "none" if value is None else safe(str(value))
 
 
 def report_facts(report: Any) -> dict[str, Any]:

@@ -117,22 +117,21 @@ class _Table:
         self.first: int = 0 if before is None else before.count
         self.count: int = self.first
         self._rows: Entries = np.empty(0, ENTRY)
-        self._bytes = memoryview(b"")  # theirs
+        self._bytes = self._rows.view(np.uint8).data  # theirs
 
     def put(self, start: int, parts: Sequence[bytes | memoryview]) -> None:
         """Write rows from start on: to do it twice is to do it once."""
-        data = parts[0] if len(parts) == 1 else b"".join(parts)
         start -= self.first
-        first, stop = start * ENTRY.itemsize, start * ENTRY.itemsize + len(data)
-        if not start:
-            self._rows, self._bytes = np.frombuffer(data, ENTRY), memoryview(data)
-            return
-        if stop > len(self._bytes) or self._bytes.readonly:
+        at = start * ENTRY.itemsize
+        stop = at + sum(map(len, parts))
+        if stop > len(self._bytes):
             count = stop // ENTRY.itemsize
-            rows = np.empty(max(1024, count + count // 4), ENTRY)
+            rows = np.empty(max(1024, count + count // 8), ENTRY)
             rows[:start] = self._rows[:start]
             self._rows, self._bytes = rows, rows.view(np.uint8).data
-        self._bytes[first:stop] = data
+        for part in parts:
+            self._bytes[at : at + len(part)] = part
+            at += len(part)
 
     def behind(self, start: int) -> _Table:
         """A table of the rows from start on, in the place of this one."""

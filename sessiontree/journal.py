@@ -123,6 +123,9 @@ class SessionNodes:
         content = (record.id, record.data, record.media, record.origin, record.role, record.key)
         return Stored(Turn(*content, record.runs, record.state, record.replayed), record.details)
 
+    def raw(self, ordinal: int) -> bytes:
+        return self._log.read(self._columns.entries[self._place(ordinal)])
+
     def parent_of(self, ordinal: int) -> int:
         return int(self._columns.parents[self._place(ordinal)])
 
@@ -323,6 +326,12 @@ class Journal:
             listed = self._listed = listed + tuple(new)
         return tuple(dict.fromkeys([*listed, *self._ids]))
 
+    def tip_of(self, number: int) -> tuple[int, int] | None:
+        """Of a stored fork: the number of the session it was made from, and the ordinal of the node it was made at."""
+        self._look()
+        places = self._columns.places(codec.SESSION, number)
+        return self._session(self._columns, places[0]).tip if len(places) else None
+
     def tree(self, number: int) -> SessionTree:
         """The tree of a stored session, as it is now: its nodes are read when they are asked for."""
         if not self.read_only:
@@ -462,6 +471,13 @@ class Journal:
         if not isinstance(record, codec.AliasRecord) or (record.namespace, record.alias) != (namespace, alias):
             raise CorruptTree(f"the record of alias {alias!r} is that of something else")
         return record.identity
+
+    def aliases(self) -> dict[tuple[Namespace, str], bytes | None]:
+        """What each stored alias names; None: nothing any more."""
+        self._look()
+        columns = self._columns
+        records = (codec.decode(self._log.read(columns.entries[place])) for place in columns.places(codec.ALIAS))
+        return {(each.namespace, each.alias): each.identity for each in records if isinstance(each, codec.AliasRecord)}
 
     def _check_writable(self) -> None:
         if self.read_only:

@@ -427,6 +427,9 @@ class Bundle(SessionStore):
     size: int
     compressed: bool
 
+    def __enter__(self) -> Bundle:
+        return self
+
 
 def open_bundle(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Bundle:
     """A bundle, to be read like a store; close it, or leave a ``with`` block.

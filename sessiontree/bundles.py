@@ -355,11 +355,7 @@ class _Export:
                 self._heads.append(codec.encode(codec.HeadRecord(number, name, ordinal, version)))
 
     def _node(self, number: int, node: Node, ordinals: Any, ordinal: int, parent: int) -> None:
-        above = int(ordinals[parent])
-        if above < 0:
-            self._skipped += 1
-            return
-        self._encode(number, node, self._next, above)
+        self._encode(number, node, self._next, int(ordinals[parent]))
         ordinals[ordinal] = self._next
         self._next += 1
 
@@ -462,8 +458,8 @@ def import_bundle(
     A session that is not there is made, with the same commit order and versions of heads. One that is there, with the same root,
     gets the nodes that it has not, under the same ids; what it has stays as it is. A head is set where there is none of its name,
     and moved where it is on the path of the bundled one; others stay and are reported. Heads come last, when all else is there.
-    ``namespace``: take them into this one, where they get other ids, at the positions they have. ``max_bytes``: as for
-    :func:`open_bundle`. ``progress`` is called with steps done and steps to do, two a node. What has returned is on disk.
+    ``namespace``: take them into this one, where they get other ids, with the keys and at the positions they have. ``max_bytes``:
+    as for :func:`open_bundle`. ``progress`` is called with steps done and steps to do, two a node. What has returned is on disk.
 
     Raises IncompatibleStore for a session that has another root here, KeyTaken for an alias or key that names other content here,
     LimitExceeded for paths above a session's limit, and what open_bundle raises: nothing has changed then. What writing raises may

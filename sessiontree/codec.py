@@ -162,6 +162,7 @@ class Entry(NamedTuple):
 # Every field behind the byte that is its type in msgpack: an array of 8, uint32, bin8, uint64.
 _WRITE: Final = Struct(">BBBBIBIBIBB32sBQ")
 _READ: Final = Struct(">3BxIxIxIxx32sxQ")
+_PLACE: Final = Struct(">IBIBI")  # of session, ordinal and parent, behind four bytes
 _ARRAY: Final = 0x98
 _UINT32: Final = 0xCE
 _BIN8: Final = 0xC4
@@ -388,6 +389,11 @@ def entry_of(data: bytes) -> Entry:
     if first != _ARRAY or version != FORMAT_VERSION or kind not in _READERS:
         raise CorruptTree(f"no record begins with {data[:3].hex()}: kind {kind} of version {version} is unknown")
     return _as_entry((kind, session, ordinal, parent, identity, key))
+
+
+def renumbered(data: bytes, session: int, ordinal: int, parent: int) -> bytes:
+    """The record of a node as that of another place; nothing else of it is read or changed."""
+    return data[:4] + _PLACE.pack(session, _UINT32, ordinal, _UINT32, parent) + data[4 + _PLACE.size :]
 
 
 def decode(data: bytes, limit: int = MAX_RECORD_BYTES) -> Record:
@@ -901,11 +907,16 @@ def check_root(record: SessionRecord) -> None:
         _wrong(f"root {record.root_id[:4].hex()} of session {record.session_id!r} holds the content of {computed[:4].hex()}")
 
 
-def check_digest(record: NodeRecord, parent_id: bytes) -> None:
-    """Whether a node's id is that of its content under the parent of this id. Raises CorruptTree."""
+def id_below(record: NodeRecord, parent_id: bytes) -> bytes:
+    """The id of a node's content under the parent of this id."""
     table = (record.runs, record.state) if is_external(record.runs) else None
     head = content_prefix(record.origin, record.role, record.key, tuple(item.fields() for item in record.media), table)
-    computed = node_id(parent_id, head, record.data)
+    return node_id(parent_id, head, record.data)
+
+
+def check_digest(record: NodeRecord, parent_id: bytes) -> None:
+    """Whether a node's id is that of its content under the parent of this id. Raises CorruptTree."""
+    computed = id_below(record, parent_id)
     if computed != record.id:
         _wrong(f"node {record.id[:4].hex()} holds the content of {computed[:4].hex()}")
 

@@ -17,14 +17,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from struct import Struct
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sessiontree import codec
-from sessiontree.backends.base import Durability, Lease, Log, Overtaken, WriteLost
+from sessiontree.backends.base import CompactLog, Durability, Lease, Log, Overtaken, WriteLost
 from sessiontree.backends.segment_log import SegmentLog
 from sessiontree.digest import ID_BYTES
 from sessiontree.errors import CorruptTree, IncompatibleStore, StoreFailed, Unsupported
@@ -208,6 +208,9 @@ class SessionNodes:
         codec.check_positions(record, parent.stop, parent.scheme)
         content = (record.id, record.data, record.media, record.origin, record.role, record.key)
         return Stored(Turn(*content, record.runs, record.state, record.replayed), record.details)
+
+    def raw(self, ordinal: int) -> bytes:
+        return self._log.read(self._columns.entries[self._place(ordinal)])
 
     def parent_of(self, ordinal: int) -> int:
         return int(self._columns.parents[self._place(ordinal)])
@@ -398,9 +401,10 @@ class Journal:
         self._log.close()
 
     @property
-    def log(self) -> Log:
-        """Where the records are."""
-        return self._log
+    def log(self) -> CompactLog:
+        """Where the records are, of a journal that can be written to."""
+        self.check_writable()
+        return cast(CompactLog, self._log)
 
     @property
     def openings(self) -> int:
@@ -482,6 +486,12 @@ class Journal:
                 found.append(session_id)
         made = (session_id for session_id, number in tuple(self._ids.items()) if listed.get(number, "") is not None)
         return tuple(dict.fromkeys([*found, *made]))
+
+    def tip_of(self, number: int) -> tuple[int, int] | None:
+        """Of a stored fork: the number of the session it was made from, and the ordinal of the node it was made at."""
+        self._look()
+        places = self._columns.places(codec.SESSION, number)
+        return self._session(self._columns, places[0]).tip if len(places) else None
 
     def tree(self, number: int) -> SessionTree:
         """The tree of a stored session, as it is now: its nodes are read when they are asked for."""
@@ -711,6 +721,13 @@ class Journal:
         if not isinstance(record, codec.AliasRecord) or (record.namespace, record.alias) != (namespace, alias):
             raise CorruptTree(f"the record of alias {alias!r} is that of something else")
         return record.identity
+
+    def aliases(self) -> dict[tuple[Namespace, str], bytes | None]:
+        """What each stored alias names; None: nothing any more."""
+        self._look()
+        columns = self._columns
+        records = (codec.decode(self._log.read(columns.entries[place])) for place in columns.places(codec.ALIAS))
+        return {(each.namespace, each.alias): each.identity for each in records if isinstance(each, codec.AliasRecord)}
 
     def check_writable(self) -> None:
         """Raises Unsupported where it is only read, CorruptTree where damage was found."""

@@ -71,7 +71,7 @@ class FeatureFolder:
                 with suppress(FileExistsError):
                     os.mkdir(each)
             with open(temporary, "wb", buffering=0) as file:
-                for chunk in _encoded(name, arrays):
+                for chunk in encoded_arrays(name, arrays):
                     _write(file, chunk)
                 os.fsync(file.fileno())
             os.rename(temporary, name)
@@ -95,25 +95,7 @@ class FeatureFolder:
         except FileNotFoundError:
             return None
         with file:
-            size = os.fstat(file.fileno()).st_size
-            digest = _started(name)
-
-            def read(count: int) -> bytes:
-                data = file.read(count)
-                if len(data) != count:
-                    raise CorruptTree(f"features in {name} end after {file.tell()} of {size} bytes", path=name)
-                digest.update(data)
-                return data
-
-            start = read(len(_MAGIC) + 4)
-            length = int.from_bytes(start[len(_MAGIC) :], "little")
-            if start[: len(_MAGIC)] != _MAGIC or length > min(size, _MOST_HEADER):
-                raise CorruptTree(f"{name} is no file of features", path=name)
-            described = _described(read(length), size, name)
-            arrays = {each: FeatureArray(kind, dtype, shape, read(count)) for each, kind, dtype, shape, count in described}
-            if file.read(_DIGEST + 1) != digest.digest():
-                raise CorruptTree(f"features in {name} are damaged", path=name)
-        return arrays
+            return read_arrays(name, file, os.fstat(file.fileno()).st_size)
 
     def drop(self, content: tuple[Any, ...]) -> None:
         """Forget what is kept of a content, if there is anything."""
@@ -158,8 +140,13 @@ class FeatureFolder:
         return folder, os.path.join(folder, text)
 
 
+def content_digest(content: tuple[Any, ...]) -> bytes:
+    """What the file of a content is named after."""
+    return sha256(pack(content)).digest()
+
+
 def file_name(content: tuple[Any, ...]) -> str:
-    return sha256(pack(content)).hexdigest()
+    return content_digest(content).hex()
 
 
 def _started(name: str) -> Any:
@@ -167,7 +154,33 @@ def _started(name: str) -> Any:
     return sha256(os.path.basename(name).encode())
 
 
-def _encoded(name: str, arrays: Mapping[str, FeatureArray]) -> Iterator[bytes | memoryview]:
+def read_arrays(name: str, file: Any, size: int) -> dict[str, FeatureArray]:
+    """The arrays of a file: ``read`` and ``tell`` are all that is asked of it. ``size``: the most bytes that are there.
+
+    Raises CorruptTree for what :func:`encoded_arrays` does not give under that name.
+    """
+    digest = _started(name)
+
+    def read(count: int) -> bytes:
+        data: bytes = file.read(count)
+        if len(data) != count:
+            raise CorruptTree(f"features in {name} end after {file.tell()} of {size} bytes", path=name)
+        digest.update(data)
+        return data
+
+    start = read(len(_MAGIC) + 4)
+    length = int.from_bytes(start[len(_MAGIC) :], "little")
+    if start[: len(_MAGIC)] != _MAGIC or length > min(size, _MOST_HEADER):
+        raise CorruptTree(f"{name} is no file of features", path=name)
+    described = _described(read(length), size, name)
+    arrays = {each: FeatureArray(kind, dtype, shape, read(count)) for each, kind, dtype, shape, count in described}
+    if file.read(_DIGEST + 1) != digest.digest():
+        raise CorruptTree(f"features in {name} are damaged", path=name)
+    return arrays
+
+
+def encoded_arrays(name: str, arrays: Mapping[str, FeatureArray]) -> Iterator[bytes | memoryview]:
+    """The bytes of a file of this name, in pieces; the last part of its path is what they are bound to."""
     header = pack([[each, blob.name, blob.dtype.str, blob.shape, len(blob.data)] for each, blob in arrays.items()])
     digest = _started(name)
     for piece in (_MAGIC + len(header).to_bytes(4, "little") + header, *(blob.data for blob in arrays.values())):

@@ -223,8 +223,6 @@ class Contents:
 
     def _rules(self, record: codec.SessionRecord) -> PositionScheme:
         codec.check_root(record)
-        if record.scheme == "auto":
-            raise self.wrong(f"session {record.session_id!r} names no scheme")
         try:
             rules = scheme(record.scheme, **dict(record.params))
         except TypeError as error:

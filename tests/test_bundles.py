@@ -711,7 +711,8 @@ def test_a_session_of_another_root_is_named_with_both(tmp_path: Path, where: str
     target.close()
 
 
-def test_an_alias_or_a_key_that_names_other_content(tmp_path: Path) -> None:
+def test_an_alias_or_a_key_that_names_other_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundles, "_BATCH", 1)
     store = some_store()
     store.alias_media("cat", an_image(), None)
     export_bundle(store, tmp_path / "bundle")
@@ -720,12 +721,15 @@ def test_an_alias_or_a_key_that_names_other_content(tmp_path: Path) -> None:
     with pytest.raises(KeyTaken, match="alias 'cat' names") as caught:
         import_bundle(target, tmp_path / "bundle")
     assert caught.value.identity == an_image(1).identity and not target.sessions()
+    chat = store.get("chat")
+    say(chat, chat.node(chat.head("main").node.ancestor(1).id), 98, key="yours")
+    export_bundle(store, tmp_path / "bundle")
     target = SessionStore.in_memory()
     session = target.create("chat", scheme=toy_scheme())
     one = append(session, session.root, a_turn(), role="system")
-    mine = say(session, one, 99, key="mine")
+    mine = say(session, one, 99, key="yours")
     before = all_seen(target)
-    with pytest.raises(KeyTaken, match="key 'mine' under") as caught:
+    with pytest.raises(KeyTaken, match="key 'yours' under") as caught:
         import_bundle(target, tmp_path / "bundle")
     assert caught.value.node is mine
     assert all_seen(target) == before  # not even what came before it in the bundle
@@ -766,6 +770,20 @@ def test_what_is_there_stays_as_it_is(tmp_path: Path) -> None:
         )
         assert session.head("other").version > session.head("main").version  # none comes twice
         assert [node.id for node in target.get("fork").tree] == [node.id for node in store.get("fork").tree]
+        target.close()
+
+
+def test_a_fork_that_is_there_and_is_none(tmp_path: Path) -> None:
+    """It gets all of the path, not only what is the fork's own."""
+    store = some_store()
+    export_bundle(store, tmp_path / "bundle")
+    for target in (SessionStore.in_memory(), SessionStore.open(tmp_path / "store")):
+        fork = target.create("fork", scheme=toy_scheme())
+        other = fork.append(fork.root, [5])
+        import_bundle(target, tmp_path / "bundle")
+        assert [node.id for node in fork.tree] == [fork.root.id, other.id, *(node.id for node in list(store.get("fork").tree)[1:])]
+        assert fork.head("main").node == store.get("fork").head("main").node
+        assert import_bundle(target, tmp_path / "bundle").nodes_added == 0
         target.close()
 
 
@@ -1010,6 +1028,7 @@ def test_aliases_of_media_come_along_within_their_namespace(tmp_path: Path) -> N
         ):
             store.alias_media(alias, an_image(number), namespace)
         store.drop_alias("gone", scope)
+        assert export_bundle(store, tmp_path / "bundle").aliases == 2  # no tenant's names for what only another has
         assert export_bundle(store, tmp_path / "bundle", ["s"]).aliases == 2
         for target in (SessionStore.in_memory(), SessionStore.open(tmp_path / "target")):
             for _ in range(2):
@@ -1215,8 +1234,11 @@ def test_frames_that_lie(tmp_path: Path) -> None:
         _with_length(first, 2**32 - 1) + frame(behind, 1)[0],
         _with_length(first, len(record) - 1) + frame(behind, 1)[0],
     ):
+        tracemalloc.start()
         with pytest.raises(CorruptTree):
             open_bundle(_written(tmp_path / "bundle", line + data))
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+        tracemalloc.stop()
     with open_bundle(_written(tmp_path / "bundle", line + first + frame(behind, 1)[0])) as bundle:
         assert bundle.aliased_media("a") == bytes(32)
 

@@ -52,7 +52,7 @@ class Kept(NamedTuple):
 
 def kept(journal: Journal, columns: Columns) -> Kept:
     """What is to stay of the entries of ``columns``."""
-    dropped = columns.dropped_sessions()
+    dropped = columns.dropped_sessions
     tips = journal.tips(columns)
     needed: dict[int, set[int]] = defaultdict(set)  # ordinals that forks begin with
     waiting = [number for number in tips if number not in dropped]
@@ -110,6 +110,7 @@ def compact(journal: Journal, features: FeatureFolder | None, progress: Progress
         for _, records in _in_batches(journal, entries, gone):
             seen.update(_named(record for record, _ in records))
         candidates -= unsure - seen
+        features.came(unsure & seen)
     mine = _keys(columns, stay.nodes) if candidates else None
     last = partial(_last_words, journal, columns.others_alone(), stay)
     del columns, places
@@ -119,6 +120,7 @@ def compact(journal: Journal, features: FeatureFolder | None, progress: Progress
     swept = log.sweep()
     removed = 0
     if features is not None and candidates and mine is not None and swept:
+        journal.flush()  # what was handed over before it looks is seen
         columns = Columns(log.entries())
         came = columns.places_of_nodes()
         came = came[~np.isin(_keys(columns, came), mine)]  # what came meanwhile
@@ -164,33 +166,32 @@ def _in_batches(
 def _last_words(journal: Journal, old: Columns, stay: Kept, entries: NDArray[Any]) -> Records:
     """What is to be stored once more beside nodes: of what is ``old``, that which is the last word after all ``entries`` since."""
     since = Columns(entries)
-    last: dict[Any, Any] = {}  # entries; None: it is not old
-    moved: dict[int, Any] = {}  # of each session the last of all its heads: versions never come again
+    last: dict[Any, tuple[Any, bool]] = {}  # entries, and whether they are old
     dropped = {number for number, left in stay.drops.items() if 0 in left}
     for columns in (old, since):
         for place in columns.others().tolist():
             kind, number = int(columns.kinds[place]), int(columns.sessions[place])
             entry = columns.entries[place]
             if kind == codec.SESSION and number in stay.sessions:
-                last.setdefault((kind, number), entry if columns is old else None)
-            elif kind in (codec.HEAD, codec.PIN, codec.ALIAS):
-                what = kind, number, entry["id"].tobytes()
-                if columns is since:
-                    last[what] = None
-                elif kind == codec.ALIAS or (number in stay.sessions and number not in dropped):
-                    last[what] = entry
-                if kind == codec.HEAD:
-                    moved[number] = last.get(what)
+                last.setdefault((kind, number), (entry, columns is old))
+            elif kind == codec.ALIAS or (kind in (codec.HEAD, codec.PIN) and number in stay.sessions and number not in dropped):
+                last[kind, number, entry["id"].tobytes()] = entry, columns is old
+    heads = [entry for entry, _ in last.values() if entry["kind"] == codec.HEAD]
+    ended = {int(entry["session"]) for entry in heads if entry["ordinal"] == codec.NONE}
+    moves: dict[int, int] = defaultdict(int)  # of these sessions' heads: what was moved last stays, or its version came again
+    for entry in heads:
+        if (number := int(entry["session"])) in ended:
+            moves[number] = max(moves[number], journal.version_of(entry))
     records: list[tuple[bytes, bytes]] = []
-    for entry in last.values():
-        if entry is None or (entry["kind"] == codec.PIN and not entry["key"]):
+    for entry, is_old in last.values():
+        if not is_old or (entry["kind"] == codec.PIN and not entry["key"]):
             continue
-        if entry["kind"] == codec.HEAD and entry["ordinal"] == codec.NONE and moved[int(entry["session"])] is not entry:
+        ends = entry["kind"] == codec.HEAD and entry["ordinal"] == codec.NONE
+        if ends and journal.version_of(entry) < moves[int(entry["session"])]:
             continue
         record = journal.log.read(entry)
         if entry["kind"] == codec.ALIAS and codec.decode(record).identity is None:  # type: ignore[union-attr]
             continue
         records.append((record, entry.tobytes()[:PREFIX_BYTES]))
     drops = [codec.encode(codec.DropRecord(number, left)) for number, left in stay.drops.items()]
-    openings = codec.encode(codec.OpenedRecord(max(stay.sessions, default=0), journal.openings))
-    return [*records, *((record, prefix_of(record)) for record in (*drops, openings))]
+    return [*records, *((record, prefix_of(record)) for record in (*drops, codec.encode(journal.last_opening)))]

@@ -32,7 +32,7 @@ check: .venv/dev.stamp ## lint, formatting, types and the layers
 	$(BIN)/lint-imports
 
 bench: $(if $(PEERS),.venv/peers.stamp .venv/sglang.stamp) .venv/dev.stamp ## measure: tables, and one line of JSON for each figure; PEERS=1 adds LangGraph, SGLang
-	@missed=0; for part in tree positions durable; do PYTHONPATH=. $(BIN)/python benchmarks/$$part.py || missed=1; done; exit $$missed
+	@missed=0; for part in tree positions durable health_cli; do PYTHONPATH=. $(BIN)/python benchmarks/$$part.py || missed=1; done; exit $$missed
 
 soak: .venv/dev.stamp .venv/sglang.stamp ## run every test, the long ones too, at soak length
 	SESSIONTREE_SOAK=1 $(PYTEST) -m ""

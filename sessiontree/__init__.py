@@ -45,6 +45,7 @@ from sessiontree.positions import ExternalPositions, PositionScheme, PositionSta
 from sessiontree.prefixes import PrefixMatch
 from sessiontree.query import Diff, Problem
 from sessiontree.record import Fork, Recorded
+from sessiontree.replay import ReplayStep, replay
 from sessiontree.store import Session, SessionStore, Usage
 from sessiontree.tokens import Position
 from sessiontree.tree import SessionTree
@@ -84,6 +85,7 @@ __all__ = [
     "PrefixMatch",
     "Problem",
     "Recorded",
+    "ReplayStep",
     "Session",
     "SessionExists",
     "SessionStore",
@@ -102,4 +104,5 @@ __all__ = [
     "Usage",
     "extend_drafts",
     "media_identity",
+    "replay",
 ]

@@ -8,7 +8,7 @@ last word, of openings their number.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from sessiontree import codec
 from sessiontree.backends.base import Records
 from sessiontree.backends.blobs import FeatureFolder, file_name
+from sessiontree.errors import CorruptTree
 from sessiontree.journal import MISSING, PREFIX_BYTES, Columns, Journal, above, below, parents_of, prefix_of
 
 Progress = Callable[[int, int], None]
@@ -43,17 +44,21 @@ class GcReport:
 
 
 class Kept(NamedTuple):
-    """``nodes``: places of those that stay. ``sessions``: numbers. ``drops``: of these, what they hide that stays all the same."""
+    """``nodes``: places of those that stay. ``sessions``: numbers. ``drops``: of these, what they hide that stays all the same.
+
+    ``tips``: of forks, where their paths end.
+    """
 
     nodes: NDArray[np.int64]
     sessions: set[int]
     drops: dict[int, tuple[int, ...]]
+    tips: dict[int, tuple[int, int] | None]
 
 
 def kept(journal: Journal, columns: Columns) -> Kept:
     """What is to stay of the entries of ``columns``."""
     dropped = columns.dropped_sessions
-    tips = journal.tips(columns)
+    tips = _own_tips(columns, journal.tips(columns))
     needed: dict[int, set[int]] = defaultdict(set)  # ordinals that forks begin with
     waiting = [number for number in tips if number not in dropped]
     sessions = set(waiting)
@@ -80,7 +85,38 @@ def kept(journal: Journal, columns: Columns) -> Kept:
             drops[number] = tuple(ordinal for ordinal in drops[number] if ordinal == 0 or ordinal in left)
         stay.append(places[mask])
     nodes = np.sort(np.concatenate(stay)) if stay else np.empty(0, np.int64)
-    return Kept(nodes, sessions, {number: left for number, left in drops.items() if left})
+    return Kept(nodes, sessions, {number: left for number, left in drops.items() if left}, tips)
+
+
+def _own_tips(columns: Columns, tips: dict[int, tuple[int, int] | None]) -> dict[int, tuple[int, int] | None]:
+    """The same nodes, each named as the session has it that made it, so that a fork holds on to no session in between."""
+    sources = {tip[0] for tip in tips.values() if tip is not None}
+    nodes: dict[int, tuple[int, Sequence[int]]] = {}
+    for number, places in columns.by_session() if sources else ():
+        if number in sources:
+            first, found = columns.by_ordinal(places)
+            nodes[number] = first, parents_of(columns, found)
+
+    def parent_of(number: int, ordinal: int) -> int | None:
+        """None: it is none of that session's own."""
+        first, parents = nodes.get(number, (1, ()))
+        parent = parents[ordinal - first] if first <= ordinal < first + len(parents) else codec.NONE
+        return parent if parent < ordinal else None
+
+    own: dict[int, tuple[int, int] | None] = {}
+    for number in sorted(tips):
+        tip = tips[number]
+        while tip is not None and parent_of(*tip) is None and (above := own.get(tip[0])) is not None:
+            (fork, depth), (source, last) = tip, above  # it lies on the path that this fork begins with, under its depth
+            path = [last]
+            while (parent := parent_of(source, path[-1])) is not None:
+                path.append(parent)
+            top = path.pop()  # a depth too
+            if source >= fork or depth - top > len(path):
+                raise CorruptTree(f"session {number} is a fork of node {depth} of session {fork}, which is none", session=number)
+            tip = source, path[top - depth] if depth > top else depth
+        own[number] = tip
+    return own
 
 
 def compact(journal: Journal, features: FeatureFolder | None, progress: Progress | None) -> GcReport:
@@ -190,6 +226,8 @@ def _last_words(journal: Journal, old: Columns, stay: Kept, entries: NDArray[Any
         if ends and journal.version_of(entry) < moves[int(entry["session"])]:
             continue
         record = journal.log.read(entry)
+        if entry["kind"] == codec.SESSION:
+            record = journal.with_tip(entry, stay.tips[int(entry["session"])])
         if entry["kind"] == codec.ALIAS and codec.decode(record).identity is None:  # type: ignore[union-attr]
             continue
         records.append((record, entry.tobytes()[:PREFIX_BYTES]))

@@ -443,6 +443,10 @@ class Journal:
         sessions = columns.places(codec.SESSION).tolist()
         return {int(columns.sessions[place]): self._session(columns, place).tip for place in sessions}
 
+    def with_tip(self, session: Any, tip: tuple[int, int] | None) -> bytes:
+        """The record of a session, given its entry, as a fork from there."""
+        return codec.encode(self._read(session, codec.SessionRecord)._replace(tip=tip))
+
     def version_of(self, head: Any) -> int:
         """Of the entry of a head."""
         return self._read(head, codec.HeadRecord, "a head of ").version

@@ -42,7 +42,7 @@ from sessiontree.errors import (
 )
 from sessiontree.heads import Head
 from sessiontree.index import NodeIndex
-from sessiontree.journal import Journal
+from sessiontree.journal import Journal, Overtaken
 from sessiontree.media import MediaItem
 from sessiontree.node import Namespace, Node
 from sessiontree.positions import PositionScheme
@@ -659,11 +659,13 @@ class _Import:
                 max_tokens=record.limits.max_tokens,
                 reserve_output=record.limits.reserve_output,
             )
-        drops = 0 if store._journal is None else store._journal.drops
-        source = store.get(contents.sessions[record.tip[0]].session_id)
-        tree = source._tree
-        node = tree.node(self._id(tip))
-        return store._fork(source, tree, node, record.session_id, tree._over_path(node, record.limits), drops)
+        while True:
+            drops = 0 if store._journal is None else store._journal.drops
+            source = store.get(contents.sessions[record.tip[0]].session_id)
+            tree = source._tree
+            node = tree.node(self._id(tip))
+            with suppress(Overtaken):  # something was dropped: perhaps this node
+                return store._fork(source, tree, node, record.session_id, tree._over_path(node, record.limits), drops)
 
     def _turn(self, place: int) -> tuple[bytes, Turn, Details]:
         """A node that was checked, as it is to be taken: its parent's id, and what it is."""

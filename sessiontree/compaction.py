@@ -8,7 +8,7 @@ last word, of openings their number.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from sessiontree import codec
 from sessiontree.backends.base import Records
 from sessiontree.backends.blobs import FeatureFolder, file_name
+from sessiontree.errors import CorruptTree
 from sessiontree.journal import MISSING, PREFIX_BYTES, Columns, Journal, above, below, parents_of, prefix_of
 
 Progress = Callable[[int, int], None]
@@ -43,17 +44,21 @@ class GcReport:
 
 
 class Kept(NamedTuple):
-    """``nodes``: places of those that stay. ``sessions``: numbers. ``drops``: of these, what they hide that stays all the same."""
+    """``nodes``: places of those that stay. ``sessions``: numbers. ``drops``: of these, what they hide that stays all the same.
+
+    ``tips``: of forks, where their paths end.
+    """
 
     nodes: NDArray[np.int64]
     sessions: set[int]
     drops: dict[int, tuple[int, ...]]
+    tips: dict[int, tuple[int, int] | None]
 
 
 def kept(journal: Journal, columns: Columns) -> Kept:
     """What is to stay of the entries of ``columns``."""
-    dropped = columns.dropped_sessions()
-    tips = journal.tips(columns)
+    dropped = columns.dropped_sessions
+    tips = _own_tips(columns, journal.tips(columns))
     needed: dict[int, set[int]] = defaultdict(set)  # ordinals that forks begin with
     waiting = [number for number in tips if number not in dropped]
     sessions = set(waiting)
@@ -80,7 +85,38 @@ def kept(journal: Journal, columns: Columns) -> Kept:
             drops[number] = tuple(ordinal for ordinal in drops[number] if ordinal == 0 or ordinal in left)
         stay.append(places[mask])
     nodes = np.sort(np.concatenate(stay)) if stay else np.empty(0, np.int64)
-    return Kept(nodes, sessions, {number: left for number, left in drops.items() if left})
+    return Kept(nodes, sessions, {number: left for number, left in drops.items() if left}, tips)
+
+
+def _own_tips(columns: Columns, tips: dict[int, tuple[int, int] | None]) -> dict[int, tuple[int, int] | None]:
+    """The same nodes, each named as the session has it that made it, so that a fork holds on to no session in between."""
+    sources = {tip[0] for tip in tips.values() if tip is not None}
+    nodes: dict[int, tuple[int, Sequence[int]]] = {}
+    for number, places in columns.by_session() if sources else ():
+        if number in sources:
+            first, found = columns.by_ordinal(places)
+            nodes[number] = first, parents_of(columns, found)
+
+    def parent_of(number: int, ordinal: int) -> int | None:
+        """None: it is none of that session's own."""
+        first, parents = nodes.get(number, (1, ()))
+        parent = parents[ordinal - first] if first <= ordinal < first + len(parents) else codec.NONE
+        return parent if parent < ordinal else None
+
+    own: dict[int, tuple[int, int] | None] = {}
+    for number in sorted(tips):
+        tip = tips[number]
+        while tip is not None and parent_of(*tip) is None and (above := own.get(tip[0])) is not None:
+            (fork, depth), (source, last) = tip, above  # it lies on the path that this fork begins with, under its depth
+            path = [last]
+            while (parent := parent_of(source, path[-1])) is not None:
+                path.append(parent)
+            top = path.pop()  # a depth too
+            if source >= fork or depth - top > len(path):
+                raise CorruptTree(f"session {number} is a fork of node {depth} of session {fork}, which is none", session=number)
+            tip = source, path[top - depth] if depth > top else depth
+        own[number] = tip
+    return own
 
 
 def compact(journal: Journal, features: FeatureFolder | None, progress: Progress | None) -> GcReport:
@@ -110,6 +146,7 @@ def compact(journal: Journal, features: FeatureFolder | None, progress: Progress
         for _, records in _in_batches(journal, entries, gone):
             seen.update(_named(record for record, _ in records))
         candidates -= unsure - seen
+        features.came(unsure & seen)
     mine = _keys(columns, stay.nodes) if candidates else None
     last = partial(_last_words, journal, columns.others_alone(), stay)
     del columns, places
@@ -119,6 +156,7 @@ def compact(journal: Journal, features: FeatureFolder | None, progress: Progress
     swept = log.sweep()
     removed = 0
     if features is not None and candidates and mine is not None and swept:
+        journal.flush()  # what was handed over before it looks is seen
         columns = Columns(log.entries())
         came = columns.places_of_nodes()
         came = came[~np.isin(_keys(columns, came), mine)]  # what came meanwhile
@@ -164,33 +202,34 @@ def _in_batches(
 def _last_words(journal: Journal, old: Columns, stay: Kept, entries: NDArray[Any]) -> Records:
     """What is to be stored once more beside nodes: of what is ``old``, that which is the last word after all ``entries`` since."""
     since = Columns(entries)
-    last: dict[Any, Any] = {}  # entries; None: it is not old
-    moved: dict[int, Any] = {}  # of each session the last of all its heads: versions never come again
+    last: dict[Any, tuple[Any, bool]] = {}  # entries, and whether they are old
     dropped = {number for number, left in stay.drops.items() if 0 in left}
     for columns in (old, since):
         for place in columns.others().tolist():
             kind, number = int(columns.kinds[place]), int(columns.sessions[place])
             entry = columns.entries[place]
             if kind == codec.SESSION and number in stay.sessions:
-                last.setdefault((kind, number), entry if columns is old else None)
-            elif kind in (codec.HEAD, codec.PIN, codec.ALIAS):
-                what = kind, number, entry["id"].tobytes()
-                if columns is since:
-                    last[what] = None
-                elif kind == codec.ALIAS or (number in stay.sessions and number not in dropped):
-                    last[what] = entry
-                if kind == codec.HEAD:
-                    moved[number] = last.get(what)
+                last.setdefault((kind, number), (entry, columns is old))
+            elif kind == codec.ALIAS or (kind in (codec.HEAD, codec.PIN) and number in stay.sessions and number not in dropped):
+                last[kind, number, entry["id"].tobytes()] = entry, columns is old
+    heads = [entry for entry, _ in last.values() if entry["kind"] == codec.HEAD]
+    ended = {int(entry["session"]) for entry in heads if entry["ordinal"] == codec.NONE}
+    moves: dict[int, int] = defaultdict(int)  # of these sessions' heads: what was moved last stays, or its version came again
+    for entry in heads:
+        if (number := int(entry["session"])) in ended:
+            moves[number] = max(moves[number], journal.version_of(entry))
     records: list[tuple[bytes, bytes]] = []
-    for entry in last.values():
-        if entry is None or (entry["kind"] == codec.PIN and not entry["key"]):
+    for entry, is_old in last.values():
+        if not is_old or (entry["kind"] == codec.PIN and not entry["key"]):
             continue
-        if entry["kind"] == codec.HEAD and entry["ordinal"] == codec.NONE and moved[int(entry["session"])] is not entry:
+        ends = entry["kind"] == codec.HEAD and entry["ordinal"] == codec.NONE
+        if ends and journal.version_of(entry) < moves[int(entry["session"])]:
             continue
         record = journal.log.read(entry)
+        if entry["kind"] == codec.SESSION:
+            record = journal.with_tip(entry, stay.tips[int(entry["session"])])
         if entry["kind"] == codec.ALIAS and codec.decode(record).identity is None:  # type: ignore[union-attr]
             continue
         records.append((record, entry.tobytes()[:PREFIX_BYTES]))
     drops = [codec.encode(codec.DropRecord(number, left)) for number, left in stay.drops.items()]
-    openings = codec.encode(codec.OpenedRecord(max(stay.sessions, default=0), journal.openings))
-    return [*records, *((record, prefix_of(record)) for record in (*drops, openings))]
+    return [*records, *((record, prefix_of(record)) for record in (*drops, codec.encode(journal.last_opening)))]

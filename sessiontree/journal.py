@@ -16,9 +16,10 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
 from struct import Struct
 from typing import Any, Final, TypeVar, cast
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ from sessiontree import codec
 from sessiontree.backends.base import CompactLog, Durability, Lease, Log, Overtaken, WriteLost
 from sessiontree.backends.segment_log import SegmentLog
 from sessiontree.digest import ID_BYTES
-from sessiontree.errors import CorruptTree, IncompatibleStore, StoreFailed, Unsupported
+from sessiontree.errors import CorruptTree, IncompatibleStore, SessionTreeError, StoreFailed, Unsupported
 from sessiontree.features import FeatureStore
 from sessiontree.index import NodeIndex
 from sessiontree.locks import new_lock
@@ -99,13 +100,20 @@ class Columns:
         for start, stop in itertools.pairwise([*starts.tolist(), len(places)]):
             yield int(sessions[order[start]]), places[order[start:stop]]
 
-    def by_ordinal(self, places: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
-        """Nodes of one session: the first ordinal, and the place of each from there on, MISSING where there is none."""
+    def by_ordinal(self, places: NDArray[np.int64], first: int | None = None) -> tuple[int, NDArray[np.int64]]:
+        """Nodes of one session: ``first``, or the first ordinal, and the place of each from there on, MISSING where there is none.
+
+        Raises CorruptTree.
+        """
         if not len(places):
-            return 1, places
+            return first or 1, places
         ordinals = self.ordinals[places]
-        first = int(ordinals.min())
-        found = np.full(int(ordinals.max()) - first + 1, MISSING, np.int64)
+        lowest, last = int(ordinals.min()), int(ordinals.max())
+        first = lowest if first is None else first
+        # What is missing was there once. Twice, since of a damaged log nobody knows how much there was.
+        if lowest < first or last - first > 2 * (len(self.entries) + (0 if self.lease is None else self.lease.records)):
+            raise CorruptTree(f"session {self.sessions[places[0]]} has nodes {lowest} to {last}, the first can be {first}")
+        found = np.full(last - first + 1, MISSING, np.int64)
         found[ordinals[::-1] - np.uint32(first)] = places[::-1]  # of several, the first
         return first, found
 
@@ -117,10 +125,16 @@ class Columns:
         places: NDArray[np.int64] = self._others[self.kinds[self._others] == kind]
         return places if session is None else places[self.sessions[places] == session]
 
-    def dropped_sessions(self) -> set[int]:
+    @cached_property
+    def dropped_sessions(self) -> frozenset[int]:
         """Numbers of those that are gone."""
         drops = self.places(codec.DROP)
-        return set(self.sessions[drops[self.ordinals[drops] == 0]].tolist())
+        return frozenset(self.sessions[drops[self.ordinals[drops] == 0]].tolist())
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """The later it was looked at, the higher."""
+        return 0 if self.lease is None else self.lease.first, len(self.entries)
 
     def ids(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
         """The first eight bytes of each id."""
@@ -190,9 +204,23 @@ class SessionNodes:
     def has(self, ordinal: int) -> bool:
         return ordinal < self.first or bool(self._places[ordinal - self.first] != MISSING)
 
-    def holds_all(self, other: SessionNodes) -> bool:
-        """Whether it has all nodes that the other one has."""
-        return bool(np.all((other._places == MISSING) | (self._places[: len(other._places)] != MISSING)))
+    def resize(self, count: int) -> None:
+        """Have so many ordinals, before anybody sees it."""
+        more = np.full(max(0, count - len(self._places)), MISSING, np.int64)
+        self._places = np.concatenate([self._places[:count], more])
+        self.missing = int(np.count_nonzero(self._places == MISSING))
+
+    def lies_in(self, columns: Columns) -> bool:
+        """Whether it reads what is kept as those columns are."""
+        return self._columns.lease is columns.lease
+
+    def same_as(self, other: SessionNodes) -> bool:
+        """Whether it has the same nodes under the same ordinals."""
+        here = self._places != MISSING
+        if not np.array_equal(here, other._places != MISSING):
+            return False
+        mine, others = self._columns.ids(self._places[here]), other._columns.ids(other._places[here])
+        return np.array_equal(mine, others)
 
     def read(self, ordinal: int, parent: Node) -> Stored:
         known = self._columns.entries[self._place(ordinal)]
@@ -283,17 +311,19 @@ class Journal:
         self._paths = paths
         self._lock = new_lock()
         self._dropping = new_lock()
-        self.drops = 0  # so far
+        self.drops = 0  # so far, and perhaps some that failed
         self._underway: deque[tuple[int, tuple[bytes, ...]]] = deque()  # ids of nodes that may not be durable, by what to wait for
         self._ids: dict[str, int] = {}  # numbers of sessions that were found or made, by id
         self._listed: dict[int, str | None] = {}  # ids of the sessions that the log was seen to hold; None: it is damaged
-        self._indexes: WeakValueDictionary[tuple[int, bool], StoredIndex] = WeakValueDictionary()
+        self._indexes: WeakValueDictionary[tuple[int, bool], StoredIndex] = WeakValueDictionary()  # the newest
+        self._living: WeakKeyDictionary[StoredIndex, tuple[int, bool]] = WeakKeyDictionary()  # all
         self._columns = columns = self._columns_now()
         later = np.flatnonzero((columns.kinds < codec.SESSION) | (columns.kinds > codec.DROP))
         if len(later) and not self.read_only:
             raise IncompatibleStore(f"{path} holds {len(later)} records of a later version; open it read_only", path=path)
-        self._gone = columns.dropped_sessions()  # sessions that were dropped
-        self._next = int(columns.sessions[columns.places(codec.SESSION)].astype(np.int64).max(initial=-1)) + 1
+        self._gone: set[int] = set()  # sessions that were dropped meanwhile
+        numbered = columns.sessions[np.concatenate([columns.places(codec.SESSION), columns.places(codec.OPENED)])]
+        self._next = int(numbered.astype(np.int64).max(initial=-1)) + 1
         self._openings = self._last_opening(columns)
 
     def _last_opening(self, columns: Columns) -> int:
@@ -407,73 +437,92 @@ class Journal:
         return cast(CompactLog, self._log)
 
     @property
-    def openings(self) -> int:
-        """How many there were."""
+    def last_opening(self) -> codec.OpenedRecord:
+        """Where to count on from: no number of a session comes again, and no incarnation."""
         with self._lock:
-            return self._openings
+            return codec.OpenedRecord(max(0, self._next - 1), self._openings)
 
     def tips(self, columns: Columns) -> dict[int, tuple[int, int] | None]:
         """Of each session, what it was forked from."""
         sessions = columns.places(codec.SESSION).tolist()
         return {int(columns.sessions[place]): self._session(columns, place).tip for place in sessions}
 
+    def with_tip(self, session: Any, tip: tuple[int, int] | None) -> bytes:
+        """The record of a session, given its entry, as a fork from there."""
+        return codec.encode(self._read(session, codec.SessionRecord)._replace(tip=tip))
+
+    def version_of(self, head: Any) -> int:
+        """Of the entry of a head."""
+        return self._read(head, codec.HeadRecord, "a head of ").version
+
     def moved(self) -> None:
         """The log begins elsewhere by now: let what is open know where its nodes are, so that nothing holds the old places."""
-        columns = self.columns()
-        for (number, hiding), index in list(self._indexes.items()):
+        self._move(self.columns())
+
+    def _move(self, columns: Columns) -> None:
+        with self._lock:
+            living = list(self._living.items())
+        for index, (number, hiding) in living:
             old = index.source
             assert isinstance(old, SessionNodes)
-            drops = self.dropped(columns, number) if hiding else ()
-            new = self._nodes(columns, old.first, number, drops, most=len(old))
-            if new.holds_all(old):
-                index.source = new
-                index.told = self._told(columns, number, hiding)
-
-    def _look(self) -> None:
-        """Take in what the log has by now."""
-        if self.follows:
-            self._log.refresh()
-        known = self._columns
-        if known.lease is not self._log.lease or len(self._log.entries()) != len(known.entries):
-            self._columns = self._columns_now()
+            if old.lies_in(columns):
+                continue
+            with suppress(CorruptTree):  # it goes on reading where it did
+                drops = self.dropped(columns, number) if hiding else ()
+                new = self._nodes(columns, old.first, number, drops)
+                told = self._told(columns, number, hiding) if len(new) <= len(old) else None  # there are more by now
+                new.resize(len(old))
+                if new.same_as(old):
+                    index.source, index.told = new, told
 
     def columns(self) -> Columns:
         """What the log has by now."""
-        self._look()
-        return self._columns
+        if self.follows:
+            self._log.refresh()
+        known = self._columns
+        if known.lease is self._log.lease and len(self._log.entries()) == len(known.entries):
+            return known
+        columns = self._columns_now()
+        with self._lock:
+            if columns.age > self._columns.age:  # else somebody has seen more
+                self._columns = columns
+        if self.follows and columns.lease is not known.lease:
+            self._move(columns)
+        return columns
 
     def _columns_now(self) -> Columns:
+        """Never without the lease that keeps its records, though perhaps with an earlier one, which keeps them too."""
         while True:
             lease, entries = self._log.lease, self._log.entries()
-            if lease is self._log.lease:  # of the same beginning
+            if lease is self._log.lease:
                 return Columns(entries, lease)
 
     # Reading
 
     def number_of(self, session_id: str) -> int | None:
         """The number of a stored session."""
+        columns = self.columns() if self.follows else self._columns
         number = self._ids.get(session_id)
-        if number is None:
-            if self.follows:
-                self._look()
-            columns = self._columns
-            dropped = columns.dropped_sessions()
+        if number is not None and self.follows and not len(columns.places(codec.SESSION, number)):
+            number = None
+        if number is None or self._is_gone(columns, number):
+            number = None
             for place in columns.named(columns.places(codec.SESSION), codec.name_digest(session_id)):
-                if int(columns.sessions[place]) not in dropped:
+                if not self._is_gone(columns, int(columns.sessions[place])):
                     number = self._ids[session_id] = int(columns.sessions[place])
         return number
+
+    def _is_gone(self, columns: Columns, number: int) -> bool:
+        return number in columns.dropped_sessions or number in self._gone
 
     def session_ids(self) -> tuple[str, ...]:
         """In the order they were created. Raises CorruptTree naming the session whose record is damaged; where that is not to be
         strict, those beside it."""
-        if self.follows:
-            self._look()
-        columns, listed = self._columns, self._listed
-        dropped = columns.dropped_sessions()
-        found: list[str] = []
+        columns, listed = self.columns() if self.follows else self._columns, self._listed
+        found: dict[int, str] = {}
         for place in columns.places(codec.SESSION).tolist():
             number = int(columns.sessions[place])
-            if number in dropped:
+            if self._is_gone(columns, number):
                 continue
             if number not in listed:
                 try:
@@ -483,23 +532,24 @@ class Journal:
                         raise
                     listed[number] = None
             if (session_id := listed[number]) is not None:
-                found.append(session_id)
-        made = (session_id for session_id, number in tuple(self._ids.items()) if listed.get(number, "") is not None)
-        return tuple(dict.fromkeys([*found, *made]))
+                found[number] = session_id
+        for session_id, number in () if self.follows else tuple(self._ids.items()):
+            if listed.get(number, "") is not None:
+                found[number] = session_id
+        return tuple(dict.fromkeys(found[number] for number in sorted(found)))
 
     def tip_of(self, number: int) -> tuple[int, int] | None:
         """Of a stored fork: the number of the session it was made from, and the ordinal of the node it was made at."""
-        self._look()
-        places = self._columns.places(codec.SESSION, number)
-        return self._session(self._columns, places[0]).tip if len(places) else None
+        columns = self.columns()
+        places = columns.places(codec.SESSION, number)
+        return self._session(columns, places[0]).tip if len(places) else None
 
-    def tree(self, number: int) -> SessionTree:
-        """The tree of a stored session, as it is now: its nodes are read when they are asked for."""
+    def tree(self, number: int) -> tuple[SessionTree, dict[bytes, int]]:
+        """The tree of a stored session, as it is now, and its pins: ordinals by id. Nodes are read when they are asked for."""
         if not self.read_only:
             with suppress(StoreFailed):  # what is there can be read after a failure too
                 self._log.flush()  # or what a closed session wrote a moment ago might not be there
-        self._look()
-        columns = self._columns
+        columns = self.columns()
         index = self._index(columns, number)
         top = NodeIndex(index.root, index.limits, base=index, base_count=index.count)
         heads: dict[str, StoredHead] = {}
@@ -514,7 +564,7 @@ class Journal:
             if record.ordinal is not None:
                 uncertain = damage > (int(known["segment"]), int(known["offset"]))
                 heads[record.name] = StoredHead(index, record.ordinal, record.version, uncertain)
-        return stored_tree(top, top.count, heads, moves)
+        return stored_tree(top, top.count, heads, moves), self._pinned(columns, number)
 
     def _index(self, columns: Columns, number: int) -> StoredIndex:
         """The nodes of a session, as far as the log has them."""
@@ -561,6 +611,7 @@ class Journal:
         index.told = self._told(columns, *key)
         with self._lock:
             self._indexes[key] = index
+            self._living[index] = key
         return index
 
     def _told(self, columns: Columns, number: int, drops: bool) -> tuple[int, int, int]:
@@ -578,9 +629,7 @@ class Journal:
             ordinals.update(record.ordinals)
         return tuple(sorted(ordinals))
 
-    def pinned(self, number: int) -> dict[bytes, int]:
-        """The pinned nodes of a session: ordinals by id."""
-        columns = self._columns
+    def _pinned(self, columns: Columns, number: int) -> dict[bytes, int]:
         pins: dict[bytes, int] = {}
         for place in columns.places(codec.PIN, number):
             entry = columns.entries[place]
@@ -590,19 +639,11 @@ class Journal:
                 pins.pop(entry["id"].tobytes(), None)
         return pins
 
-    def _nodes(self, columns: Columns, first: int, number: int, drops: Sequence[int] = (), *, most: int = 0) -> SessionNodes:
-        """Nodes by ordinal, each once, ``most`` or more of them; where one is missing, it is when it is asked for."""
-        ordinals = columns.ordinals
+    def _nodes(self, columns: Columns, first: int, number: int, drops: Sequence[int] = ()) -> SessionNodes:
+        """Nodes by ordinal, each once; where one is missing, it is when it is asked for."""
         places = columns.places(codec.NODE, number)
-        if len(places) and ordinals[places[-1]] != first + len(places) - 1:  # some were told of more than once, or are missing
-            known, once = np.unique(ordinals[places], return_index=True)
-            if int(known[0]) < first or int(known[-1]) - first > 2 * len(columns.kinds):
-                raise CorruptTree(f"session {number} has nodes {known[0]} to {known[-1]}, the first can be {first}")
-            by_ordinal = np.full(int(known[-1]) - first + 1, MISSING, np.int64)
-            by_ordinal[known.astype(np.int64) - first] = places[once]
-            places = by_ordinal
-        if len(places) < most:
-            places = np.concatenate([places, np.full(most - len(places), MISSING, np.int64)])
+        if not np.array_equal(columns.ordinals[places], np.arange(first, first + len(places))):
+            _, places = columns.by_ordinal(places, first)  # some were moved, told of more than once, or are missing
         if drops:
             places = np.where(below(drops, parents_of(columns, places), first), MISSING, places)
         return SessionNodes(self._log, columns, places, first)
@@ -627,24 +668,27 @@ class Journal:
     def create(self, session_id: str, tree: SessionTree, tip: tuple[int, int] | None, drops: int = 0) -> tuple[int, int]:
         """Record a new session with all that its tree holds: its number, and which opening of the store this is.
 
-        ``tip``: whose node's path it shares, seen while there had been so many ``drops``. Waits where changes are waited for.
+        ``tip``: whose node's path it shares, seen while there had been so many ``drops``. Raises Overtaken where there were more
+        since: what it shares may have been dropped. Waits where changes are waited for.
         """
         self.check_writable()
         root = tree.root
         with self._lock:
             number, self._next = self._next, self._next + 1
-            self._openings += 1
-            incarnation = self._openings
-        with self._dropping:
-            if tip is not None and (drops != self.drops or tip[0] in self._gone):
-                tip = None  # what it shares may have been dropped meanwhile: it gets a copy
-            rules = root.scheme
-            # What a fork is of follows from the session it was forked from.
-            constants = (rules.name, tuple(sorted(rules.params.items())), root.namespace, root.model_fingerprint)
-            what = constants if tip is None else ("", (), Namespace(), "")
-            record = codec.SessionRecord(number, session_id, *what, tree.limits, root.id, tip)
-            first = 1 if tip is None else tree._index.base_count
-            waiting = self._log.enqueue(_with_prefixes([codec.encode(record), *self._node_records(number, tree, first)]))
+        rules = root.scheme
+        # What a fork is of follows from the session it was forked from.
+        constants = (rules.name, tuple(sorted(rules.params.items())), root.namespace, root.model_fingerprint)
+        what = constants if tip is None else ("", (), Namespace(), "")
+        record = codec.SessionRecord(number, session_id, *what, tree.limits, root.id, tip)
+        first = 1 if tip is None else tree._index.base_count
+        records = _with_prefixes([codec.encode(record), *self._node_records(number, tree, first)])
+        with self._dropping:  # openings are written in the order in which they are counted
+            if tip is not None and drops != self.drops:
+                raise Overtaken(f"{self.path}: something was dropped meanwhile")
+            with self._lock:
+                self._openings += 1
+                incarnation = self._openings
+            waiting = self._log.enqueue(records)
         if self.waits:
             self._log.wait(waiting)
         self._ids[session_id] = number
@@ -656,14 +700,20 @@ class Journal:
 
     def drop(self, number: int, ordinals: Sequence[int], waiting: int = 0) -> None:
         """Record that a session no longer shows some nodes and what is below them; [0]: that it is gone itself. Waits likewise."""
-        with self._dropping:
-            self.drops += 1
-            taken = self._enqueue(codec.DropRecord(number, tuple(sorted(set(ordinals)))), waiting)
-            if 0 in ordinals:
-                self._gone.add(number)
-                self._ids = {session_id: each for session_id, each in self._ids.items() if each != number}
-        if self.waits:
-            self._log.wait(taken)
+        record = codec.DropRecord(number, tuple(sorted(set(ordinals))))
+        try:
+            with self._dropping:
+                self.drops += 1
+                if 0 in ordinals:
+                    self._gone.add(number)
+                taken = self._enqueue(record, waiting)
+            if self.waits:
+                self._log.wait(taken)
+        except SessionTreeError:
+            self._gone.discard(number)
+            raise
+        if 0 in ordinals:
+            self._ids = {session_id: each for session_id, each in tuple(self._ids.items()) if each != number}
 
     def unreachable(self, number: int, recent: int, held: Iterable[int]) -> list[int]:
         """Ordinals of the nodes of a session that nothing leads to: no head, no pin, nothing ``held``, none of the last ``recent``.
@@ -675,9 +725,10 @@ class Journal:
         parents = parents_of(columns, places)
         heads = columns.places(codec.HEAD, number)
         last = {columns.entries[place]["id"].tobytes(): int(columns.ordinals[place]) for place in heads}
-        leads = {*last.values(), *self.pinned(number).values(), *held, *range(first + len(places) - recent, first + len(places))}
-        alive = np.frombuffer(above(leads, parents, first), np.bool)
-        dead = (places != MISSING) & ~alive & ~below(self.dropped(columns, number), parents, first)
+        shown = (places != MISSING) & ~below(self.dropped(columns, number), parents, first)
+        latest = (np.flatnonzero(shown)[-recent:] + first).tolist() if recent else ()
+        leads = {*last.values(), *self._pinned(columns, number).values(), *held, *latest}
+        dead = shown & ~np.frombuffer(above(leads, parents, first), np.bool)
         above_them = np.array(parents, np.int64) - first
         topmost = dead & ((above_them < 0) | ~dead[np.clip(above_them, 0, max(len(dead) - 1, 0))])
         return (np.flatnonzero(topmost) + first).tolist()
@@ -693,13 +744,14 @@ class Journal:
 
     def opened(self, number: int) -> int:
         """Record that a session is opened to be written to: which opening of the store that is, counted from 1."""
-        with self._lock:
-            self._openings += 1
-            incarnation = self._openings
-        if self.read_only or self._log.damaged:
-            return incarnation
         try:
-            waiting = self._log.enqueue(_with_prefixes([codec.encode(codec.OpenedRecord(number, incarnation))]))
+            with self._dropping:  # see create
+                with self._lock:
+                    self._openings += 1
+                    incarnation = self._openings
+                if self.read_only or self._log.damaged:
+                    return incarnation
+                waiting = self._log.enqueue(_with_prefixes([codec.encode(codec.OpenedRecord(number, incarnation))]))
             if self.waits:
                 self._log.wait(waiting)
         except StoreFailed:
@@ -724,8 +776,7 @@ class Journal:
 
     def aliases(self) -> dict[tuple[Namespace, str], bytes | None]:
         """What each stored alias names; None: nothing any more."""
-        self._look()
-        columns = self._columns
+        columns = self.columns()
         records = (codec.decode(self._log.read(columns.entries[place])) for place in columns.places(codec.ALIAS))
         return {(each.namespace, each.alias): each.identity for each in records if isinstance(each, codec.AliasRecord)}
 

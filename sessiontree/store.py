@@ -18,6 +18,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakSet
@@ -77,6 +78,8 @@ class Session:
     __slots__ = (
         "__weakref__",
         "_closed",
+        "_doubtful",
+        "_dropped",
         "_generations",
         "_id",
         "_incarnation",
@@ -113,6 +116,8 @@ class Session:
         self._generations = itertools.count(1)
         self._open_drafts: WeakSet[Draft] = WeakSet()
         self._pins: dict[bytes, int] = {}  # ids of the pinned nodes
+        self._dropped = False  # whether nodes ever were, so that one that was found before may be gone
+        self._doubtful = False  # whether something may have been recorded that is not seen here
         self._used = True  # since the last tick
         self._last_used = -math.inf  # the time when it was
 
@@ -322,6 +327,7 @@ class Session:
         )
 
         def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
+            self._check_there(tree, plan.parent)
             tree._check_limit(plan.stop, 0)
             # Only now: a generation that is refused uses up no key.
             return tree._attach_all(plan if key is not None else with_key(plan, self._own_key(plan.parent)), reserved=0)
@@ -334,18 +340,30 @@ class Session:
         # As _swap, without its calls: this is what every append and commit goes through.
         carry = True
         if self._number is not None:
-            return self._swap(lambda tree: tree._attach_alone(parent, turn, details, None, reserved, True))
+
+            def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
+                self._check_there(tree, parent)
+                return tree._attach_alone(parent, turn, details, None, reserved, True)
+
+            return self._swap(attach)
         with self._lock:
             while True:
                 if self._closed:
                     self._check_open()
                 before = self._tree
+                if self._dropped:
+                    self._check_there(before, parent)
                 after, node = before._attach_alone(parent, turn, details, None, reserved, carry)
                 if self._tree is before:
                     self._tree = after
                     self._used = True
                     return node
                 carry = False  # what comes in between may come in again: be quick
+
+    def _check_there(self, tree: SessionTree, parent: Node) -> None:
+        """A node that was found before the lock was taken may have been dropped since. Raises UnknownNode."""
+        if self._dropped:
+            tree._resolve(parent)
 
     def _swap(self, operation: Callable[[SessionTree], tuple[SessionTree, T]]) -> T:
         """Take the tree on by one operation, which gives the new tree and a result.
@@ -373,8 +391,8 @@ class Session:
         with self._lock:
             while True:
                 self._check_open()
-                if self._unsettled:
-                    self._settle(journal)
+                if self._unsettled or self._doubtful:
+                    self._catch_up(journal)
                 before = self._written
                 after, result = operation(before)
                 if self._written is not before:
@@ -450,9 +468,18 @@ class Session:
     def _reload(self, journal: Journal) -> None:
         """Something was lost: what is there is what the disk has."""
         assert self._number is not None
+        tree, pins = journal.tree(self._number)
         self._unsettled.clear()
         self._waiting = 0
-        self._tree = self._written = self._told[0] = journal.tree(self._number)
+        self._tree = self._written = self._told[0] = tree
+        self._pins = pins
+        self._doubtful = False
+
+    def _catch_up(self, journal: Journal) -> None:
+        """Know what has become of all that was handed over, as far as that is known."""
+        self._settle(journal)
+        if self._doubtful:
+            self._reload(journal)
 
     def _show(self, journal: Journal) -> None:
         with self._lock:
@@ -484,7 +511,11 @@ class Session:
 
     def _planned(self, plan: Plan, was: int) -> Node:
         # Planned before the lock is taken, as long as that takes and whatever code of a caller's it runs.
-        return self._swap(lambda tree: tree._attach_all(plan, was))
+        def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
+            self._check_there(tree, plan.parent)
+            return tree._attach_all(plan, was)
+
+        return self._swap(attach)
 
     def replace(
         self,
@@ -546,19 +577,40 @@ class Session:
 
     def _set_pin(self, node: Node | bytes, *, pinned: bool) -> None:
         journal = self._store._journal
+        if journal is not None:
+            self._check_may_wait(journal, always=False)
         with self._lock:
             self._check_open()
-            tree = self._written
+            if journal is not None:
+                self._catch_up(journal)
+            tree = self._tree if journal is None else self._written
             found = tree._resolve(node)
             if (found.id in self._pins) == pinned:
                 return
             ordinal = tree._index.find_ordinal(found, tree._count)
             assert ordinal is not None
-            if journal is not None and self._number is not None:
-                journal.pin(self._number, ordinal, found.id, pinned, self._waiting)
-            self._pins = {**self._pins, found.id: ordinal}
+            number = self._number
+            if journal is not None and number is not None:
+                self._recorded(lambda: journal.pin(number, ordinal, found.id, pinned, self._waiting))
+            pins = {**self._pins, found.id: ordinal}
             if not pinned:
-                del self._pins[found.id]
+                del pins[found.id]
+            self._pins = pins
+            self._doubtful = False
+            self._used = True
+
+    def _recorded(self, record: Callable[[], None]) -> None:
+        """Record something that is not seen here yet: where it is interrupted, nobody knows whether it was."""
+        self._doubtful = True
+        try:
+            record()
+        except SessionTreeError:
+            self._doubtful = False
+            raise
+
+    def _check_may_wait(self, journal: Journal, *, always: bool) -> None:
+        if (always or journal.waits) and journal.leading:
+            raise Unsupported("a signal handler that comes in while its thread is writing to the disk cannot wait for the disk")
 
     def drop(self, *nodes: Node | bytes) -> None:
         """Forget nodes and all below them. Whoever holds them keeps them; :meth:`SessionStore.gc` gives their bytes back.
@@ -566,48 +618,66 @@ class Session:
         Raises UnknownNode; NodeHeld where a head, a pin or an open draft is among them; Unsupported for the root, which goes with
         its session, and for the path that a fork shares with the session it was forked from.
         """
-        journal = self._store._journal
-        with self._lock:
-            self._check_open()
-            if journal is not None:
-                journal.flush()
-                self._settle(journal)
-            tree = self._written
+
+        def checked(tree: SessionTree) -> list[Node]:
             roots = [tree._resolve(node) for node in nodes]
             pins = ((f"pin {pin[:4].hex()}", tree.node(pin)) for pin in self._pins)
             drafts = (("an open draft", draft.parent) for draft in self._drafts())
             heads = ((f"head {name!r}", head.node) for name, head in tree._heads.items())
             tree._check_held(roots, itertools.chain(heads, pins, drafts))
-            if not roots:
+            return roots
+
+        if self._store._journal is None:
+            self._drop_in_memory(checked)
+        else:
+            self._drop_durably(
+                self._store._journal,
+                lambda tree: [tree._index.find_ordinal(node, tree._count) or 0 for node in checked(tree)],
+            )
+
+    def _drop_in_memory(self, doomed: Callable[[SessionTree], list[Node]]) -> None:
+        def drop(tree: SessionTree) -> tuple[SessionTree, None]:
+            self._dropped = True
+            roots = doomed(tree)
+            return tree.drop(*roots) if roots else tree, None
+
+        self._swap(drop)
+
+    def _drop_durably(self, journal: Journal, doomed: Callable[[SessionTree], list[int]]) -> None:
+        """``doomed``: given all there is, which is on disk, the ordinals of what is to go."""
+        self._check_may_wait(journal, always=True)
+        with self._lock:
+            self._check_open()
+            journal.flush()
+            self._catch_up(journal)
+            ordinals, number = doomed(self._written), self._number
+            if not ordinals or number is None:
                 return
-            if journal is None or self._number is None:
-                self._tree = self._written = self._told[0] = tree.drop(*roots)
-            else:
-                ordinals = [tree._index.find_ordinal(node, tree._count) or 0 for node in roots]
-                journal.drop(self._number, ordinals, self._waiting)
-                self._reload(journal)
+            self._dropped = True
+            self._recorded(lambda: journal.drop(number, ordinals, self._waiting))
+            journal.flush()
+            self._reload(journal)
             self._used = True
 
     def _collect(self, recent: int) -> None:
         """Drop what nothing leads to. See :meth:`SessionStore.gc`."""
         journal = self._store._journal
-        with self._lock:
-            if self._closed:
-                return
-            if journal is None or self._number is None:
-                tree = self._tree
-                held = [head.node for head in tree._heads.values()]
-                held += [*map(tree.node, self._pins), *(draft.parent for draft in self._drafts())]
-                dead = tree._unreachable(held, recent)
-                self._tree = self._written = self._told[0] = tree.drop(*dead) if dead else tree
-                return
-            journal.flush()
-            self._settle(journal)
-            index, count = self._written._index, self._written._count
-            drafts = {index.find_ordinal(draft.parent, count) or 0 for draft in self._drafts()}
-            if ordinals := journal.unreachable(self._number, recent, drafts):
-                journal.drop(self._number, ordinals, self._waiting)
-                self._reload(journal)
+
+        def unreachable(tree: SessionTree) -> list[Node]:
+            held = [head.node for head in tree._heads.values()]
+            held += [*map(tree.node, self._pins), *(draft.parent for draft in self._drafts())]
+            return tree._unreachable(held, recent)
+
+        def ordinals(tree: SessionTree) -> list[int]:
+            assert journal is not None and self._number is not None
+            drafts = {tree._index.find_ordinal(draft.parent, tree._count) or 0 for draft in self._drafts()}
+            return journal.unreachable(self._number, recent, drafts)
+
+        with suppress(StaleSession):
+            if journal is None:
+                self._drop_in_memory(unreachable)
+            else:
+                self._drop_durably(journal, ordinals)
 
     def drop_head(self, name: str) -> None:
         """Forget a head; its node stays. Raises UnknownHead."""
@@ -708,6 +778,7 @@ class SessionStore:
         self._now = -math.inf
         self._journal: Journal | None = None
         self._collecting = new_lock()
+        self._collects = False
         self._opening = new_lock()  # for taking sessions from the disk: one thread makes each
         self._creating: set[str] = set()  # ids of sessions that are being written there
 
@@ -790,20 +861,22 @@ class SessionStore:
         """
         if not isinstance(session, Session):
             raise TypeError(f"a Session is forked, not {type(session).__name__}")
-        drops = 0 if self._journal is None else self._journal.drops
-        tree = session._tree
-        source = tree._resolve(node)
-        return self._fork(session, tree, source, new_session_id, tree.forked(source), drops)
+        while True:
+            drops = 0 if self._journal is None else self._journal.drops
+            tree = session._tree
+            source = tree._resolve(node)
+            with suppress(Overtaken):  # something was dropped: perhaps this node
+                return self._fork(session, tree, source, new_session_id, tree.forked(source), drops)
 
     def _fork(
         self, session: Session, tree: SessionTree, source: Node, new_session_id: str, forked: SessionTree, drops: int
     ) -> Session:
         """A session of ``forked``, which lies over the path of ``source``, a node of the session's ``tree``.
 
-        ``drops``: how many there had been in the journal when that was found.
+        ``drops``: how many there had been in the journal when that was found. Raises Overtaken where there are more by now.
         """
         tip = None
-        if self._journal is not None and session._store is self and session._number is not None:
+        if session._number is not None and session._store is self and not session._closed:  # else it may lack what was dropped
             ordinal = tree._index.find_ordinal(source, tree._count)
             assert ordinal is not None
             tip = session._number, ordinal
@@ -855,11 +928,11 @@ class SessionStore:
             number = journal.number_of(session_id)
             if number is None:
                 return None
-            tree = journal.tree(number)
-            if session is None:
+            tree, pins = journal.tree(number)
+            if session is None or session._number != number:  # or it was dropped, and made again
                 session = Session(session_id, journal.opened(number), tree, self, number)
             session._tree = session._written = session._told[0] = tree
-            session._pins = journal.pinned(number)
+            session._pins = pins
             with self._lock:
                 self._sessions[session_id] = session
         return session
@@ -873,7 +946,7 @@ class SessionStore:
         if journal is None or (found is not None and not journal.follows):
             return None if found is None else found.tree
         number = journal.number_of(session_id)
-        return None if number is None else journal.tree(number)._read_only()
+        return None if number is None else journal.tree(number)[0]._read_only()
 
     def get(self, session_id: str, *, scheme: PositionScheme | str | None = None, model_fingerprint: str | None = None) -> Session:
         """The session of this id: the open one, or from the disk.
@@ -959,15 +1032,26 @@ class SessionStore:
 
         Raises UnknownSession; NodeHeld where it has a pin or an open draft.
         """
+        journal = self._journal
         with self._opening:
             session = self.get(session_id)
+            if journal is not None:
+                session._check_may_wait(journal, always=False)
             with session._lock:
+                if journal is not None:
+                    session._catch_up(journal)
                 for holder in (*(f"pin {pin[:4].hex()}" for pin in session._pins), *("an open draft" for _ in session._drafts())):
                     raise NodeHeld(f"session {session_id!r} is held by {holder}", node=None, holder=holder)
-                if self._journal is not None and session._number is not None:
-                    self._journal.drop(session._number, [0], session._waiting)
-                session._closed = True
-            self._forget(session)
+                was, session._closed = session._closed, True
+                try:
+                    if journal is not None and session._number is not None:
+                        journal.drop(session._number, [0], session._waiting)
+                except SessionTreeError:
+                    session._closed = was
+                    raise
+                finally:  # where it was interrupted, the journal knows whether it is gone
+                    if session._closed:
+                        self._forget(session)
 
     def gc(self, *, recent: int | None = None, progress: Progress | None = None) -> GcReport:
         """Give back what was dropped: nodes, heads, aliases, and features that no node names any more.
@@ -983,27 +1067,50 @@ class SessionStore:
         if recent is not None and as_index(recent, "recent") < 0:
             raise OutOfRange(f"recent is {recent}, below 0", value=recent, limit=0)
         self._check_open()
-        journal = self._journal
-        before = sum(map(self._count, self._sessions.values()))
+        if self._journal is not None and self._journal.leading:
+            raise Unsupported("a signal handler that comes in while its thread is writing to the disk cannot compact it")
         with self._collecting:
-            if journal is not None:
-                journal.check_writable()
-            if recent is not None:
-                for session in tuple(self._sessions.values()):
-                    session._collect(recent)
-                for session_id in self.sessions() if journal is not None else ():
-                    with self._opening:
-                        number = None if session_id in self._sessions or journal is None else journal.number_of(session_id)
-                        if journal is not None and number is not None and (dead := journal.unreachable(number, recent, ())):
-                            journal.drop(number, dead)
-            if journal is not None:
-                files = self._features.files
-                return compact(journal, files if isinstance(files, FeatureFolder) else None, progress)
-        return GcReport(before, sum(map(self._count, self._sessions.values())), 0, 0, 0, swept=True)
+            if self._collects:
+                raise Unsupported("gc was called in the middle of gc")
+            self._collects = True
+            try:
+                return self._gc(recent, progress)
+            finally:
+                self._collects = False
 
-    @staticmethod
-    def _count(session: Session) -> int:
-        return len(session._tree) - 1
+    def _gc(self, recent: int | None, progress: Progress | None) -> GcReport:
+        journal = self._journal
+        if journal is not None:
+            journal.check_writable()
+        before = 0 if journal is not None else self._count()
+        if recent is not None:
+            for session in tuple(self._sessions.values()):
+                session._collect(recent)
+            for session_id in () if journal is None else self.sessions():
+                self._collect_closed(journal, session_id, recent)
+        if journal is None:
+            return GcReport(before, self._count(), 0, 0, 0, swept=True)
+
+        def told(done: int, total: int) -> None:
+            self._check_open()
+            if progress is not None:
+                progress(done, total)
+
+        files = self._features.files
+        return compact(journal, files if isinstance(files, FeatureFolder) else None, told)
+
+    def _collect_closed(self, journal: Journal | None, session_id: str, recent: int) -> None:
+        assert journal is not None
+        with self._opening:
+            if session_id in self._sessions or session_id in self._creating:
+                return
+            number = journal.number_of(session_id)
+            journal.flush()  # what it wrote before it was closed
+            if number is not None and (dead := journal.unreachable(number, recent, ())):
+                journal.drop(number, dead)
+
+    def _count(self) -> int:
+        return sum(len(session._tree) - 1 for session in tuple(self._sessions.values()))
 
     def put_features(self, item: MediaItem, features: Any) -> Features:
         """Keep features of an item (pixels, encoder outputs) by its content, under the budget. See :meth:`FeatureStore.put`.
@@ -1079,10 +1186,11 @@ class SessionStore:
             open_sessions = tuple(self._sessions.values())
         for session in open_sessions:
             session.close()
-        if self._journal is not None:
-            self._journal.close()
-        self._features.close()
-        self._paths.clear()
+        with self._collecting:  # gc ends as soon as it sees that
+            if self._journal is not None:
+                self._journal.close()
+            self._features.close()
+            self._paths.clear()
 
     def _forget(self, session: Session) -> None:
         with self._lock:

@@ -237,7 +237,7 @@ class SessionTree(Sealed):
 
     @property
     def _stamp(self) -> int:
-        """Grows with every change."""
+        """Grows with every change but :meth:`drop`."""
         return self._count + self._moves
 
     def head(self, name: str) -> Head:
@@ -386,8 +386,7 @@ class SessionTree(Sealed):
                 gone.add(node.id)
             elif ordinal >= index.base_count:
                 index.add(node)
-        moves = self._moves + 1 + self._count - index.count
-        return _value(index, index.count, self._heads, moves, True)
+        return _value(index, index.count, self._heads, self._moves, True)
 
     def _unreachable(self, held: Iterable[Node], recent: int) -> list[Node]:
         """The topmost of the nodes that lead to none that is held, nor to one of the last ``recent``."""

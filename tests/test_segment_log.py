@@ -1421,7 +1421,7 @@ log.wait(log.enqueue(batch_of(b"before")))
 pid = os.fork()
 if not pid:
     held = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
-    assert not [path for path in held if path.startswith(arguments[0])], held
+    assert [path for path in held if path.startswith(arguments[0])] == [arguments[0] + "/segments/00000001.lease"], held
     assert log.read(0) == b"before"
     for use in (lambda: log.enqueue(batch_of(b"x")), lambda: log.wait(log.enqueue(batch_of(b"x")))):
         try:

@@ -14,9 +14,13 @@ Records = Sequence[tuple[bytes | tuple[bytes, ...], bytes]]  # each whole or in 
 
 
 class Lease(Protocol):
-    """As long as it is held, what came with it can be read. ``first``: which beginning of the log it is of."""
+    """As long as it is held, what came with it can be read.
+
+    ``first``: which beginning of the log it is of. ``records``: how many records ever stood before that.
+    """
 
     first: int
+    records: int
 
 
 class WriteLost(StoreFailed):

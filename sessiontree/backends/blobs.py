@@ -43,6 +43,7 @@ class FeatureFolder:
                 with suppress(OSError):
                     os.unlink(name)
         self._fresh: set[str] = set()  # put, and perhaps not named by any node yet
+        self._latest: set[str] = set()  # put since names() was called last
         self._lock = new_lock()  # what is added to a file is added to what was read of it
 
     def put(self, content: tuple[Any, ...], arrays: Mapping[str, FeatureArray]) -> None:
@@ -51,8 +52,9 @@ class FeatureFolder:
         Raises KeyTaken for other values under a name that is there, StoreFailed where the disk refuses it: nothing is changed.
         """
         self._check_writable()
-        self._fresh.add(file_name(content))
         with self._lock:
+            self._fresh.add(file_name(content))
+            self._latest.add(file_name(content))
             self._put(content, arrays)
 
     def _put(self, content: tuple[Any, ...], arrays: Mapping[str, FeatureArray]) -> None:
@@ -105,18 +107,26 @@ class FeatureFolder:
 
     def names(self) -> set[str]:
         """Names of the files that are there."""
+        with self._lock:
+            self._latest.clear()
         return {name for _, _, files in os.walk(self._path) for name in files if len(name) == 2 * _DIGEST}
 
     def fresh(self) -> set[str]:
-        """Names of those that were put by this process."""
-        return set(self._fresh)
+        """Names of those that were put by this process, but for those that came()."""
+        with self._lock:
+            return set(self._fresh)
+
+    def came(self, names: Iterable[str]) -> None:
+        """Nodes named these since they were put."""
+        with self._lock:
+            self._fresh.difference_update(names)
 
     def remove(self, names: Iterable[str]) -> int:
-        """Remove files by their names: how many were there. One that the disk keeps stays."""
+        """Remove files by their names, but for those put since names(): how many. One that the disk keeps stays."""
         self._check_writable()
         removed = 0
         with self._lock:
-            for name in names:
+            for name in set(names) - self._latest:
                 with suppress(OSError):
                     os.unlink(os.path.join(self._path, name[:2], name))
                     removed += 1

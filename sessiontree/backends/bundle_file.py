@@ -171,6 +171,7 @@ class BundleFile:
     leading = False
     damaged: tuple[tuple[int, int, int], ...] = ()
     first = SEGMENT
+    records = 0
     _fd = -1
 
     def __init__(self, system: System, path: str, entry_of: Callable[[bytes], bytes], max_bytes: int) -> None:

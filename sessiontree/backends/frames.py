@@ -100,11 +100,15 @@ class End(NamedTuple):
 
 
 class Base(NamedTuple):
-    """Where a log begins: at a segment, behind a sequence. ``synced``: the sequence that was synced when it was made to."""
+    """Where a log begins: at a segment, behind a sequence. ``synced``: the sequence that was synced when it was made to.
+
+    ``records``: how many ever stood before.
+    """
 
     segment: int = 1
     sequence: int = 0
     synced: int = 0
+    records: int = 0
 
 
 NO_BASE: Final = Base()

@@ -84,7 +84,7 @@ from sessiontree.backends.frames import (
 )
 from sessiontree.backends.scan import Scan
 from sessiontree.backends.system import System
-from sessiontree.errors import CorruptTree, IncompatibleStore, LimitExceeded, StoreClosed, StoreFailed, StoreLocked
+from sessiontree.errors import CorruptTree, IncompatibleStore, LimitExceeded, StoreClosed, StoreFailed, StoreLocked, Unsupported
 from sessiontree.locks import new_lock
 
 __all__ = ["ENTRY", "PREFIX_SIZE", "Durability", "Lease", "SegmentLog"]
@@ -155,19 +155,27 @@ class _Table:
 class Lease:
     """As long as this is held, the entries that came with it can be read."""
 
-    __slots__ = ("__weakref__", "_fd", "_system", "first")
+    __slots__ = ("__weakref__", "_fd", "_system", "first", "records")
 
-    def __init__(self, system: System, first: int, fd: int = -1) -> None:
-        self.first = first  # segment
+    def __init__(self, system: System, base: Base, fd: int = -1) -> None:
+        self.first = base.segment
+        self.records = base.records
         self._system = system
         self._fd = fd
+
+    def lock(self, path: str) -> None:
+        """Keep other processes from removing what it stands for, by the lock of a file, which a forked child inherits."""
+        if self._fd < 0:
+            with suppress(FileNotFoundError):  # nobody has written yet, or what it stands for is gone
+                self._fd = self._system.open(path, os.O_RDONLY)
+                self._system.flock(self._fd, shared=True)
 
     def end(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._system.close(fd)
 
-    __del__ = end  # a forked child's too: the lock stays the parent's
+    __del__ = end
 
 
 # the log --------------------------------------------------------------------------------------------------------------------
@@ -222,7 +230,7 @@ class SegmentLog:
         self._failure: tuple[str, OSError] | None = None
         self._table = _Table()
         self._base = NO_BASE
-        self.lease = Lease(system, NO_BASE.segment)  # of what entries() shows
+        self.lease = Lease(system, NO_BASE)  # of what entries() shows
         self._cut = 0  # how many entries there were when it was cut
         self._before: list[ref[Lease]] = []  # of what it showed before
         self._litter = True  # there may be files of what it showed before
@@ -716,7 +724,7 @@ class SegmentLog:
             claimed = False
             try:
                 if self._leader == me:
-                    raise RuntimeError("a signal handler or finalizer cannot compact while its thread commits")
+                    raise Unsupported("a signal handler or finalizer cannot compact while its thread is writing to the disk")
                 if not self._leader:
                     claimed, self._leader = True, me
                     with self._writer:
@@ -772,12 +780,17 @@ class SegmentLog:
                 if window is None or segment != current:
                     if fd >= 0:
                         self._system.close(fd)
+                    fd, current = -1, segment
                     fd = self._system.open(segment_path(self._segments, segment, "seg"), os.O_RDONLY)
-                    window, current = Window(self._system, fd), segment
+                    window = Window(self._system, fd)
                 record = window.get(offset, length)
                 if len(record) != length or crc32(record, self._keys.seed ^ length) != crc:
                     raise _damaged(segment, offset, f"the record of {length} bytes does not match its checksum")
                 yield record
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.ENOENT):
+                raise StoreFailed(f"{self._path} cannot be read: {error}", errno=error.errno) from error
+            raise _damaged(current, 0, str(error)) from error
         finally:
             if fd >= 0:
                 self._system.close(fd)
@@ -794,10 +807,11 @@ class SegmentLog:
             if records := last(table.view(table.count, self._cut)):
                 self._write_aside(records)
             self._sync()
-            now = base._replace(synced=self._synced)
-            body = b"sessiontree base %d %d %d" % now
+            now = base._replace(synced=self._synced, records=self._base.records + self._cut)
+            body = b"sessiontree base %d %d %d %d" % now
             assert self._keys is not None
             self._make_lease(now.segment)
+            self._system.fsync_dir(self._segments)  # or who opens the log after a crash to read it would find no lease to take
             data = body + b" %08x\n" % crc32(body, self._keys.seed)
             write_new(self._system, self._path + "/BASE", data, sync=True)
             try:
@@ -805,18 +819,17 @@ class SegmentLog:
             except OSError as error:  # it begins there or not
                 raise self._stop("a sync of the directory failed", error) from error
             dropped, alone = self._cut, self._table.behind(self._cut)
-            self._before.append(ref(self.lease))
-            self._base, self._table = now, alone
-            self._end = self._end._replace(records=self._end.records - dropped)
-            self._covered = self._covered._replace(records=self._covered.records - dropped)
-            self._followed = max(0, self._followed - dropped)
-            self.lease = Lease(self._system, now.segment)
-            self._litter = True
+            end = self._end._replace(records=self._end.records - dropped)
+            covered = self._covered._replace(records=self._covered.records - dropped)
+            followed, before, lease = max(0, self._followed - dropped), [*self._before, ref(self.lease)], Lease(self._system, now)
+            # No call from here on: an interrupt finds all of it or nothing. The table first: see Journal.columns.
+            self._table, self._end, self._covered, self._followed, self._cut = alone, end, covered, followed, 0
+            self._before, self._base, self._litter, self.lease = before, now, True, lease
 
         self._alone(switch)
 
     def _make_lease(self, first: int) -> None:
-        """The file that readers lock. It need not outlive a crash of the system, which no reader does."""
+        """The file that readers lock."""
         self._system.close(self._system.open(segment_path(self._segments, first, "lease"), os.O_RDWR | os.O_CREAT))
 
     def _write_aside(self, records: Records) -> None:
@@ -857,8 +870,7 @@ class SegmentLog:
         names = system.listdir(self._segments)
         if not any(numbered(names, suffix, 0, first) for suffix in (".seg", ".idx", ".lease")):
             return True
-        self._before = [lease for lease in self._before if lease() is not None]
-        if self._before:
+        if not self._unread():
             return False
         for number in numbered(names, ".lease", 0, first):
             fd = system.open(segment_path(self._segments, number, "lease"), os.O_RDWR)
@@ -867,12 +879,24 @@ class SegmentLog:
                     return False
             finally:
                 system.close(fd)
-        for number in [number for number in self._files if number < first]:
-            system.close(self._files.pop(number))
         for suffix in ("seg", "idx", "lease"):
             for number in numbered(names, f".{suffix}", 0, first):
                 system.unlink(segment_path(self._segments, number, suffix))
         system.fsync_dir(self._segments)
+        return True
+
+    def _leases(self) -> list[Lease]:
+        """Those that are held by anybody here."""
+        return [lease for lease in (*(each() for each in self._before), self.lease) if lease is not None]
+
+    def _unread(self) -> bool:
+        """Whether nobody here reads what stood before the beginning any more; then its files are let go of."""
+        self._before = [lease for lease in self._before if lease() is not None]
+        if self._before:
+            return False
+        for number in list(self._files):
+            if number < self._base.segment:
+                self._system.close(self._files.pop(number))
         return True
 
     # the background thread
@@ -924,36 +948,41 @@ class SegmentLog:
                     raise IncompatibleStore(f"{self._path} holds segments and no FORMAT")
             return
         assert self._keys is not None
-        self._take_lease()
-        if self._scan is None:
-            self._scan = Scan(self._system, self._segments, self._keys, self._entry_of, self._strict, self._base)
-            self._table = _Table()
-            self._end = self._scan.at
-            self._followed = 0
-        scan, start = self._scan, self._end.records
-        try:
+        self._unread()
+        begun = self._take_lease()
+        if begun is not None:
+            base, lease = begun
+            scan, table = Scan(self._system, self._segments, self._keys, self._entry_of, self._strict, base), _Table()
             scan.walk()
-        finally:
             if rows := scan.take():
+                table.put(0, rows)
+            table.count = scan.at.records
+            before = [*self._before, ref(self.lease)]
+            # The table first: see Journal.columns.
+            self._table, self._end, self._followed, self._scan, self.damaged = table, scan.at, 0, scan, tuple(scan.damaged)
+            self._before, self._base, self.lease = before, base, lease
+            return
+        known, start = self._scan, self._end.records
+        assert known is not None
+        try:
+            known.walk()
+        finally:
+            if rows := known.take():
                 self._table.put(start, rows)
-            self._end = scan.at
-            self._table.count = scan.at.records
-            self.damaged = tuple(scan.damaged)
+            self._end = known.at
+            self._table.count = known.at.records
+            self.damaged = tuple(known.damaged)
 
-    def _take_lease(self) -> None:
-        """See where the log begins by now, and keep what stands there from being removed."""
+    def _take_lease(self) -> tuple[Base, Lease] | None:
+        """Where the log begins by now, and what keeps what stands there from being removed. None: where it did."""
         base = self._read_base()
         while self._scan is None or base != self._base:
-            path = segment_path(self._segments, base.segment, "lease")
-            fd = -1
-            with suppress(FileNotFoundError):  # nobody has compacted yet, or has done so just now
-                fd = self._system.open(path, os.O_RDONLY)
-                self._system.flock(fd, shared=True)
-            lease = Lease(self._system, base.segment, fd)
+            lease = Lease(self._system, base)
+            lease.lock(segment_path(self._segments, base.segment, "lease"))
             seen, base = base, self._read_base()
             if seen == base:
-                self._base, self.lease, self._scan = base, lease, None
-                return
+                return base, lease
+        return None
 
     def _read_base(self) -> Base:
         assert self._keys is not None
@@ -962,7 +991,7 @@ class SegmentLog:
             return NO_BASE
         body, _, crc = data.rstrip(b"\n").rpartition(b" ")
         words = body.split()
-        if crc != b"%08x" % crc32(body, self._keys.seed) or words[:2] != [b"sessiontree", b"base"] or len(words) != 5:
+        if crc != b"%08x" % crc32(body, self._keys.seed) or words[:2] != [b"sessiontree", b"base"] or len(words) != 6:
             raise CorruptTree(f"{self._path}/BASE does not match its checksum")
         return Base(*map(int, words[2:]))
 
@@ -984,8 +1013,7 @@ class SegmentLog:
             system.fsync_dir(os.path.dirname(self._path))
         self._base = self._read_base()
         self._recover()
-        self._make_lease(self._base.segment)
-        self.lease = Lease(system, self._base.segment)
+        self.lease = Lease(system, self._base)
         with suppress(OSError):
             self._litter = not self._sweep()
         _open_logs.add(self)
@@ -1045,6 +1073,7 @@ class SegmentLog:
         self._followed = end.records
         self._synced = end.sequence
         self._covered = end._replace(offset=0)
+        self._make_lease(self._base.segment)
         system.fsync_dir(self._segments)
         self._rebuild_index(scan)
 
@@ -1106,7 +1135,9 @@ class SegmentLog:
                 self._system.close(fd)
         self._end = self._end._replace(fd=-1)
         self._lock_fd = -1
-        self.lease = Lease(self._system, self.lease.first)  # who still reads holds the one before
+        if not self._forked:  # nobody reads any more, whoever holds them
+            for lease in self._leases():
+                lease.end()
 
     def __del__(self) -> None:  # a reader that nobody closed; a writer's thread holds it
         if not self._closed and self._pid == os.getpid():
@@ -1130,9 +1161,29 @@ def _damaged(segment: int, offset: int, what: str) -> CorruptTree:
     return CorruptTree(f"segment {segment}, offset {offset}: {what}", segment=segment, offset=offset)
 
 
-def _fork() -> None:
+_forking: Final = new_lock()
+
+
+def _before_fork() -> None:
+    """The child goes on reading what it sees now: it inherits a lock of that."""
+    _forking.acquire()
+    for log in list(_open_logs):
+        for lease in log._leases():
+            with suppress(OSError):
+                lease.lock(segment_path(log._segments, lease.first, "lease"))
+
+
+def _in_parent() -> None:
+    for log in list(_open_logs):
+        for lease in log._leases():
+            lease.end()
+    _forking.release()
+
+
+def _in_child() -> None:
     for log in list(_open_logs):
         log._after_fork()
+    _forking.release()
 
 
-os.register_at_fork(after_in_child=_fork)
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -1,0 +1,1086 @@
+"""Pins, drop and gc: what is shown stays byte for byte, what is not goes, whatever crashes, fails, reads or writes meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import itertools
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sessiontree
+from sessiontree import (
+    CorruptTree,
+    Draft,
+    GcReport,
+    Node,
+    NodeHeld,
+    OutOfRange,
+    Session,
+    SessionExists,
+    SessionStore,
+    SessionTree,
+    SessionTreeError,
+    StaleSession,
+    StoreClosed,
+    StoreFailed,
+    UnknownNode,
+    UnknownSession,
+    Unsupported,
+    codec,
+    compaction,
+    journal,
+)
+from sessiontree.backends import frames, scan, segment_log
+from sessiontree.journal import Durability
+from tests import toy
+from tests.disk import Disk
+from tests.disk_model import (
+    AT,
+    DURABILITIES,
+    all_seen,
+    digest,
+    fail,
+    let_go,
+    open_on,
+    outline,
+    reopened,
+    seen,
+)
+from tests.test_robustness import coming_in, forked
+from tests.test_segment_log import Interrupt
+from tests.test_store_disk import an_image, answer, append, blob_files, everything, in_process, pixels, say, text_session
+from tests.toy import VE, VS, a_turn, in_threads, toy_scheme, turn
+
+SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
+KINDS = ("memory", *DURABILITIES)
+durabilities = pytest.mark.parametrize("durability", DURABILITIES)
+
+
+class Where:
+    """A store in memory, or on a disk of the tests' own, which can be opened again."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.disk = Disk()
+        self.store = self._opened()
+
+    def _opened(self) -> SessionStore:
+        if self.kind == "memory":
+            return SessionStore.in_memory()
+        return open_on(self.disk, durability=self.kind, segment_bytes=4000)
+
+    def again(self) -> SessionStore:
+        """The store opened again; one in memory as it is."""
+        if self.kind != "memory":
+            self.store.close()
+            self.store = self._opened()
+        return self.store
+
+
+@pytest.fixture(params=KINDS)
+def where(request: pytest.FixtureRequest) -> Iterator[Where]:
+    place = Where(request.param)
+    yield place
+    let_go(place.store)
+
+
+def words(number: int) -> list[int]:
+    """Tokens that stand in no other node, nor do the bytes of any four of them."""
+    return [1_000_000_000 + number, 7_919 * number + 3, number, 2_000_000_011 - number]
+
+
+def bytes_of(number: int) -> bytes:
+    return np.array(words(number), "<i4").tobytes()
+
+
+def comb(session: Session, width: int = 3, depth: int = 3, start: int = 0) -> list[list[Node]]:
+    """``width`` branches of ``depth`` turns each under one prompt, made in turn; each turn says another number."""
+    prompt = session.append(session.root, words(start), metadata={"n": start})
+    branches = [[prompt] for _ in range(width)]
+    for level, branch in itertools.product(range(depth), branches):
+        number = start + 1 + level * width + branches.index(branch) if len(branch) > 1 else start + 1 + branches.index(branch)
+        branch.append(session.append(branch[-1], words(number), metadata={"n": number}))
+    return branches
+
+
+def without_versions(found: dict[str, Any]) -> dict[str, Any]:
+    return {**found, "heads": [head[:2] for head in found["heads"]]}
+
+
+def ids_of(session: Session) -> list[bytes]:
+    return [node.id for node in session.tree]
+
+
+def on_disk(disk: Disk) -> bytes:
+    return b"".join(bytes(disk.files[file]) for path, file in sorted(disk.names.items()) if path.endswith((".seg", ".idx")))
+
+
+def files_of(disk: Disk) -> list[str]:
+    return sorted(path.removeprefix(AT + "/") for path, file in disk.names.items() if file >= 0)
+
+
+# --- drop and pin ------------------------------------------------------------------------------------------------------------
+def test_c87_d26_what_is_held_stays_with_all_above_it(where: Where) -> None:
+    session = text_session(where.store)
+    [_, one, two, three], [_, other, *_], _ = comb(session)
+    before = seen(session)
+
+    def held(holder: str, at: Node) -> None:
+        nonlocal before
+        now = seen(session)
+        for node in (one, two, three) if at is three else (one, two):
+            for given in (node, node.id):
+                with pytest.raises(NodeHeld, match=holder) as caught:
+                    session.drop(given)
+                assert caught.value.node == at and holder in caught.value.holder
+            with pytest.raises(NodeHeld):
+                session.drop(other, node)
+        assert seen(session) == now
+
+    session.set_head("main", three)
+    held("head 'main'", three)
+    session.set_head("main", two)
+    held("head 'main'", two)
+    session.drop_head("main")
+    session.pin(three)
+    session.pin(three)
+    assert session.pins == {three.id}
+    held("pin", three)
+    session.unpin(three.id)
+    session.unpin(three)
+    session.unpin(one)
+    assert session.pins == frozenset()
+    draft = session.draft(two)
+    draft.extend([5])
+    held("an open draft", two)
+    draft.abort()
+    assert without_versions(seen(session)) == without_versions(before)
+    session.drop(one)
+    assert len(session.tree) == 8
+    assert not {one.id, two.id, three.id} & set(ids_of(session))
+    assert one.input_ids().tolist() == [*words(0), *words(1)]  # whoever holds it keeps it
+    assert len(where.again().get("s").tree if where.kind != "memory" else session.tree) == 8
+
+
+def test_a_draft_that_was_dropped_or_committed_holds_nothing(where: Where) -> None:
+    session = text_session(where.store)
+    node = session.append(session.root, [1])
+    draft = session.draft(node)
+    del draft
+    gc.collect()
+    done = say(session, session.append(session.root, [2]), 3)
+    assert done.parent is not None
+    session.drop(done.parent, node)
+    assert ids_of(session) == [session.root.id]
+
+
+def test_the_root_and_the_path_that_a_fork_shares_go_with_their_session(where: Where) -> None:
+    store = where.store
+    session = text_session(store)
+    [_, one, two, _], _, _ = comb(session)
+    fork = store.fork(session, two, "fork")
+    own = fork.append(two, [9])
+    for place, node in ((session, session.root), (fork, fork.root), (fork, one), (fork, two)):
+        expected = seen(place)
+        with pytest.raises(Unsupported):
+            place.drop(node)
+        with pytest.raises(Unsupported):
+            place.drop(place.tree.leaves()[-1], node.id)
+        assert seen(place) == expected
+    fork.drop(own)
+    assert ids_of(fork) == [node.id for node in two.path()]
+
+
+def test_what_is_not_there_cannot_be_dropped_or_pinned(where: Where) -> None:
+    store = where.store
+    session, other = text_session(store), text_session(store, "other")
+    node, foreign = session.append(session.root, [1]), other.append(other.root, [2])
+    session.drop()
+    session.drop(node)
+    for call in (session.drop, session.pin, session.unpin):
+        for given in (node, node.id, foreign, bytes(32)):
+            with pytest.raises(UnknownNode):
+                call(given)
+        with pytest.raises(TypeError):
+            call("node")
+    assert ids_of(session) == [session.root.id]
+    session.pin(session.root)
+    assert session.pins == {session.root.id}
+    session.close()
+    for call in (session.drop, session.pin, session.unpin):
+        with pytest.raises(StaleSession):
+            call(session.root)
+
+
+def everywhere(session: Session, gone: Iterable[Node]) -> None:
+    """No way leads to what is gone, and every way still leads to all else."""
+    ids = {node.id for node in gone}
+    tree = session.tree
+    nodes = list(tree)
+    assert len(tree) == len(nodes) == len({node.id for node in nodes}) and not ids & {node.id for node in nodes}
+    for node in gone:
+        assert node not in tree and node.id not in tree
+        for call in (session.node, session.children, session.siblings, session.validate, session.draft):
+            with pytest.raises(UnknownNode):
+                call(node.id)
+        for write in (
+            lambda node=node: session.append(node, [1]),
+            lambda node=node: session.set_head("main", node),
+            lambda node=node: session.truncate(node, 1),
+            lambda node=node: session.diff(node, session.root),
+            lambda node=node: session.lowest_common_ancestor(session.root, node),
+        ):
+            with pytest.raises(UnknownNode):
+                write()
+        assert session.longest_prefix(node.input_ids()).node.id not in ids
+        assert not any(session.search(lambda each, node=node: each.id == node.id))
+    assert set(nodes) == {session.root, *session.descendants(session.root)}
+    for node in nodes:
+        assert session.node(node.id) == node
+        match = session.longest_prefix(node.input_ids())
+        assert match.length == node.stop
+        children = [each.id for each in nodes if each.parent is not None and each.parent.id == node.id]
+        assert [each.id for each in session.children(node)] == children
+        if node.parent is not None:
+            assert [*session.siblings(node)] == [each for each in session.children(node.parent) if each != node]
+    assert session.leaves() == tuple(node for node in nodes if not session.children(node))
+    assert ("1 nodes" in session.to_text()) == (len(nodes) == 1) or len(nodes) > 1
+
+
+def test_what_was_dropped_is_unknown_from_then_on(where: Where) -> None:
+    """In the middle of a commit order, over layers of what was written before and after opening, and after gc."""
+    store, twin = where.store, SessionStore.in_memory()
+    session, other = text_session(store), text_session(twin)
+    branches = comb(session)
+    others = comb(other)
+    session.set_head("main", branches[2][-1])
+    for _ in range(2):
+        session = where.again().get("s") if where.kind != "memory" else session
+        store = where.store
+        late = session.append(branches[1][1].id, words(50))
+        session.append(late, words(51))
+        gone = [branches[0][2], branches[0][3], late, *session.children(late)]
+        assert len({node.id for node in gone}) == 4
+        session.drop(branches[0][2].id, late)
+        everywhere(session, gone)
+        later = session.append(branches[2][1].id, words(52))
+        everywhere(session, gone)
+        store.gc()
+        everywhere(session, gone)
+        kept = set(ids_of(session))
+        session.drop(later)
+        branches[0][2] = session.append(branches[0][1].id, words(4), metadata={"n": 4})
+        branches[0][3] = session.append(branches[0][2], words(7), metadata={"n": 7})
+        assert set(ids_of(session)) == kept - {later.id} | {branches[0][2].id, branches[0][3].id}
+    other.drop(others[0][2])
+    other.append(other.append(others[0][1], words(4), metadata={"n": 4}), words(7), metadata={"n": 7})
+    other.set_head("main", others[2][-1])
+    session = where.again().get("s") if where.kind != "memory" else session
+    assert without_versions(seen(session)) == without_versions(seen(other))
+    if where.kind != "memory":
+        where.store.gc()
+        assert without_versions(seen(session)) == without_versions(seen(other))
+        with reopened(where.disk) as found:
+            assert without_versions(seen(found.get("s"))) == without_versions(seen(other))
+
+
+def test_equal_content_again_is_a_new_node(where: Where) -> None:
+    session = text_session(where.store)
+    prompt = session.append(session.root, [1])
+    old = session.append(prompt, [2], metadata={"old": True}, key="k")
+    below = session.append(old, [3])
+    session.append(prompt, [4])
+    session.drop(old)
+    new = session.append(prompt, [2], metadata={"new": True}, key="k")
+    assert new.id == old.id and new is not old and "new" in new.metadata
+    assert ids_of(session)[-1] == new.id and below not in session.tree
+    assert session.children(new) == () and [*session.children(prompt)][-1] == new
+    session.drop(new)
+    other = session.append(prompt, [9], key="k")  # nor is the key taken
+    assert other.id != new.id
+    new = session.append(prompt, [2], metadata={"new": 2})
+    expected = seen(session)
+    for _ in range(2):
+        session = where.again().get("s") if where.kind != "memory" else session
+        assert seen(session) == expected
+        where.store.gc()
+        assert seen(session) == expected
+        assert session.node(new.id).metadata["new"] == 2
+
+
+def test_trees_that_were_taken_stay_what_they_were(where: Where) -> None:
+    session = text_session(where.store)
+    branches = comb(session)
+    if where.kind != "memory":
+        session = where.again().get("s")
+    before = session.tree
+    walking = iter(before)
+    next(walking)
+    below = before.descendants(before.root)
+    next(below)
+    expected = outline(before)
+    session.append(branches[1][1].id, words(50))
+    middle = session.tree
+    session.drop(branches[0][1].id)
+    where.store.gc()
+    session.append(branches[2][1].id, words(51))
+    where.store.gc()
+    assert len(before) == 11 and len(middle) == 12
+    assert outline(before) == expected
+    assert outline(middle)[0][:-1] == expected[0]
+    assert [node.id for node in walking] == list(expected[0][1:])
+    assert len(list(below)) == 9
+    assert [len(before.children(node)) for node in before] == [1, 3, 1, 1, 1, 1, 1, 1, 0, 0, 0]
+
+
+def test_a_tree_drops_as_a_session_does(where: Where) -> None:
+    """As a value, also where its lowest layer lies on disk: the session stays as it is, and so do older values."""
+    store = where.store
+    session = text_session(store)
+    branches = comb(session)
+    session.set_head("main", branches[2][2])
+    fork = store.fork(session, branches[1][2], "fork")
+    fork.append(branches[1][2], words(40))
+    if where.kind != "memory":
+        session, fork = (where.again().get("s"), where.store.get("fork"))
+    session.append(branches[0][1].id, words(50))
+    expected = seen(session), seen(fork)
+    tree = session.tree
+    with pytest.raises(NodeHeld):
+        tree.drop(branches[2][1].id)
+    with pytest.raises(Unsupported):
+        tree.drop(tree.root)
+    with pytest.raises(UnknownNode):
+        tree.drop(bytes(32))
+    for node in fork.tree.leaves()[0].path()[:-1]:
+        with pytest.raises(Unsupported):
+            fork.tree.drop(node)
+    dropped = tree.drop(branches[0][2].id, branches[1][1].id)
+    assert len(dropped) == len(tree) - 5
+    grown, node = dropped.append(branches[0][1].id, words(60))
+    more, _ = grown.set_head("x", node)
+    assert [each.id for each in more][:-1] == [each.id for each in dropped]
+    assert more.head("x").version > tree.head("main").version
+    assert more.longest_prefix(node.input_ids()).node == node
+    assert more.longest_prefix(branches[0][3].input_ids()).length == branches[0][1].stop
+    assert [each.id for each in fork.tree.drop(fork.tree.leaves()[0])] == [each.id for each in branches[1][2].path()]
+    assert (seen(session), seen(fork)) == expected
+
+
+def test_forks_keep_what_was_dropped_from_where_they_come(where: Where) -> None:
+    store = where.store
+    session = store.create("s", scheme=toy_scheme(), namespace="tenant", max_tokens=300)
+    node = session.root
+    path = []
+    for number in range(5):
+        node = append(session, node, turn(number, VS, toy.image(4, 4, number), VE), metadata={"n": number})
+        path.append(node)
+    beside = session.append(path[1], [7])
+    fork = store.fork(session, path[3], "fork")
+    own = fork.append(path[3], [11], metadata={"own": 1})
+    fork.set_head("main", own)
+    again = store.fork(fork, own, "again")  # a fork of a fork
+    deep = store.fork(again, path[1], "deep")  # at a node that its source shares with others
+    deep.append(path[1], [12])
+    expected = {name: seen(store.get(name)) for name in ("fork", "again", "deep")}
+
+    def check() -> None:
+        assert {name: seen(where.store.get(name)) for name in expected} == expected
+
+    session.drop(path[2])
+    assert len(session.tree) == 4
+    check()
+    where.store.gc(recent=0)  # of the source nothing is held
+    assert len(session.tree) == 1
+    del expected["deep"]
+    assert [node.id for node in deep.tree] == [each.id for each in path[1].path()]
+    check()
+    if where.kind == "memory":
+        return
+    assert len(where.again().get("s").tree) == 1
+    check()
+    where.store.gc()
+    check()
+    for name in ("s", "fork"):
+        where.store.drop(name)
+        with pytest.raises(UnknownSession):
+            where.store.get(name)
+    del expected["fork"]
+    for _ in range(2):
+        check()
+        report = where.store.gc()
+        check()
+        assert set(where.store.sessions()) == {"again", "deep"}
+        assert report.nodes_after == 5
+        where.again()
+    again = where.store.get("again")
+    again.append(again.leaves()[0], [99])
+    where.store.drop("again")
+    assert where.store.gc().nodes_after == 2
+    assert beside.id not in where.store.get("deep").tree
+    where.store.drop("deep")
+    assert where.store.gc().nodes_after == 0
+    assert where.again().sessions() == ()
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_dropped_session_is_gone_and_its_id_is_free(where: Where, fresh: bool) -> None:
+    store = where.store
+    incarnations = []
+    for number in range(3):
+        session = text_session(store, max_tokens=100 + number)
+        text_session(store, f"other {number}")
+        incarnations.append(session.incarnation)
+        if fresh:
+            node = session.append(session.root, [number])
+            session.set_head("main", node)
+            if where.kind != "memory":
+                store = where.again()
+                session = store.get("s")
+                incarnations.append(session.incarnation)
+        else:
+            node = session.append(session.root, [number])
+        draft = session.draft(node.id)
+        with pytest.raises(NodeHeld, match="an open draft"):
+            store.drop("s")
+        draft.abort()
+        session.pin(node.id)
+        with pytest.raises(NodeHeld, match="pin"):
+            store.drop("s")
+        session.unpin(node.id)
+        assert store.get("s") is session and not session.closed
+        kept = session.tree
+        store.drop("s")
+        assert session.closed and len(kept) == 2
+        assert store.sessions() == tuple(f"other {each}" for each in range(number + 1))
+        with pytest.raises(UnknownSession):
+            store.get("s")
+        with pytest.raises(UnknownSession):
+            store.drop("s")
+        for write in (lambda: session.append(node, [1]), lambda: session.set_head("main", node), lambda: session.drop(node)):
+            with pytest.raises(StaleSession):
+                write()
+        if number == 1:
+            store.gc()
+            store = where.again()
+            assert "s" not in store.sessions()
+    session = text_session(store)
+    assert len(session.tree) == 1 and not session.heads and session.pins == frozenset()
+    assert session.max_tokens is None
+    incarnations.append(session.incarnation)
+    assert incarnations == sorted(set(incarnations))
+    expected = seen(session)
+    if where.kind != "memory":
+        assert seen(where.again().get("s")) == expected
+
+
+def test_d28_versions_and_incarnations_never_come_again() -> None:
+    """Over gc and opening, also where the last that moved was dropped, and where the last session was."""
+    rng = random.Random(3)
+    disk = Disk()
+    versions: dict[str, list[int]] = {"s": [], "t": []}
+    incarnations: list[int] = []
+    numbers: list[int] = []
+    for round_ in range(40 if SOAK else 12):
+        with open_on(disk, durability=DURABILITIES[round_ % 3]) as store:
+            for name, seen_versions in versions.items():
+                session = store.get(name) if name in store.sessions() else text_session(store, name)
+                incarnations.append(session.incarnation)
+                for _ in range(rng.randrange(6)):
+                    head = rng.choice("abcd")
+                    if head in session.heads and rng.random() < 0.4:
+                        session.drop_head(head)
+                        seen_versions.append(seen_versions[-1] + 1)  # that is one too
+                    else:
+                        seen_versions.append(session.set_head(head, session.root).version)
+                    if rng.random() < 0.3:
+                        store.gc()
+            short_lived = text_session(store, "short-lived")
+            incarnations.append(short_lived.incarnation)
+            assert short_lived._number is not None
+            numbers.append(short_lived._number)
+            store.drop("short-lived")
+            for _ in range(rng.randrange(3)):
+                store.gc()
+    for found in (*versions.values(), incarnations, numbers):
+        assert found == sorted(set(found)) and len(found) > 10
+
+
+def test_pins_and_drops_survive_opening_and_reach_readers() -> None:
+    disk = Disk()
+    with open_on(disk) as store:
+        session = text_session(store)
+        branches = comb(session)
+        session.pin(branches[0][3])
+        session.pin(branches[1][1])
+        session.unpin(branches[1][1])
+        session.pin(branches[2][2])
+        session.drop(branches[1][2])
+        store.flush()
+        reader = open_on(disk, read_only=True)
+        found = reader.get("s")
+        assert found.pins == session.pins == {branches[0][3].id, branches[2][2].id}
+        assert seen(found) == seen(session)
+    for _ in range(3):
+        with open_on(disk) as store:
+            session = store.get("s")
+            assert session.pins == {branches[0][3].id, branches[2][2].id}
+            with pytest.raises(NodeHeld):
+                session.drop(branches[2][1].id)
+            with pytest.raises(UnknownNode):
+                session.node(branches[1][2].id)
+            store.gc()
+            assert reader.get("s").pins == session.pins
+            assert seen(reader.get("s")) == seen(session)
+            text_session(store, "t")
+            store.flush()
+            assert reader.sessions() == ("s", "t") and reader.get("t").root is not None
+            store.drop("t")
+            store.flush()
+            assert reader.sessions() == ("s",)
+            with pytest.raises(UnknownSession):
+                reader.get("t")
+    with open_on(disk) as store:
+        session = store.get("s")
+        session.unpin(branches[0][3].id)
+        store.gc(recent=0)
+        assert ids_of(session) == [node.id for node in branches[2][2].path()]
+        text_session(store, "t", max_tokens=7)
+        store.flush()
+        assert reader.get("t").max_tokens == 7  # not what it was
+        assert seen(reader.get("s")) == seen(session)
+    reader.close()
+
+
+def test_who_may_not_is_told_so(tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path / "store") as store:
+        session = text_session(store)
+        node = session.append(session.root, words(1))
+        text_session(store, "other").append(store.get("other").root, words(2))
+        store.flush()
+        with SessionStore.open(tmp_path / "store", read_only=True) as reader:
+            found = reader.get("s")
+            for write in (
+                lambda: found.pin(node.id),
+                lambda: found.drop(node.id),
+                lambda: reader.drop("s"),
+                lambda: reader.gc(),
+                lambda: reader.gc(recent=0),
+            ):
+                with pytest.raises(Unsupported):
+                    write()
+            assert seen(found) == seen(session) and not found.closed
+
+        def child() -> None:
+            for write in (
+                lambda: session.pin(node),
+                lambda: session.drop(node),
+                lambda: store.drop("s"),
+                lambda: store.gc(recent=0),
+            ):
+                with pytest.raises((Unsupported, StoreFailed)):
+                    write()
+            assert node in session.tree
+
+        assert forked(child) == 0
+        for wrong in (-1, -(10**9)):
+            with pytest.raises(OutOfRange):
+                store.gc(recent=wrong)
+        for kind in (1.5, "3", b"1"):
+            with pytest.raises(TypeError):
+                store.gc(recent=kind)  # type: ignore[arg-type]
+        store.gc(recent=10**30)
+        assert len(session.tree) == 2
+    for call in (store.gc, lambda: store.drop("s")):
+        with pytest.raises(StoreClosed):
+            call()
+    with pytest.raises(SessionTreeError):
+        session.drop(node)
+    [segment] = (tmp_path / "store" / "segments").glob("*.seg")
+    data = segment.read_bytes()
+    segment.write_bytes(data.replace(bytes_of(1), bytes_of(3)))
+    with SessionStore.open(tmp_path / "store") as store:  # where a sidecar vouches for it, it is found when it is read
+        before = {path.name: path.read_bytes() for path in segment.parent.iterdir() if path.suffix == ".seg"}
+        with pytest.raises(CorruptTree):
+            store.gc()
+        assert {path.name: path.read_bytes() for path in segment.parent.iterdir()}.items() >= before.items()
+        assert store.get("other").leaves()[0].token_ids.tolist() == words(2)
+        store.drop("s")  # and nothing stands in the way of letting it go
+        assert store.gc().nodes_after == 1
+    with SessionStore.open(tmp_path / "store", strict=False) as store:
+        assert not store.damaged
+
+
+def test_a_store_in_which_damage_was_found_is_not_compacted() -> None:
+    disk = Disk()
+    with open_on(disk) as store:
+        node = text_session(store).append(store.get("s").root, words(1))
+    data = disk.content(".seg")
+    data[data.index(bytes_of(1))] ^= 1
+    with open_on(disk, strict=False) as store:
+        for write in (store.gc, lambda: store.drop("s"), lambda: store.get("s").drop(node.id)):
+            with pytest.raises((CorruptTree, UnknownNode)):
+                write()
+
+
+def test_gc_in_the_middle_of_gc_is_refused() -> None:
+    """By what it calls, and by a signal handler at any place of it."""
+    disk = Disk()
+    with open_on(disk) as store:
+        session = text_session(store)
+        comb(session)
+        expected = seen(session)
+        refused = []
+
+        def again(*_: int) -> None:
+            with pytest.raises(Unsupported) as caught:
+                store.gc()
+            refused.append(caught.value)
+
+        store.gc(progress=again)
+        assert refused
+
+        def handler() -> None:
+            with suppress(Unsupported):  # also where its thread is writing to the disk
+                store.gc()
+            with suppress(Unsupported):
+                session.pin(session.root)
+            with suppress(Unsupported):
+                session.drop(session.append(session.root, [5]))
+
+        for at in itertools.count(0, 1 if SOAK else 23):
+            with coming_in(at, handler) as ran:
+                store.gc()
+            if not ran:
+                break
+        with suppress(UnknownNode):
+            session.drop(session.append(session.root, [5]))
+        assert at > 100
+        assert seen(session) == expected
+    with open_on(disk) as store:
+        assert seen(store.get("s")) == expected
+
+
+# --- against a model ---------------------------------------------------------------------------------------------------------
+class Own:
+    """What a session shows: its path, if it is a fork, and its nodes in commit order as (id, parent, number)."""
+
+    def __init__(self, path: list[tuple[bytes, bytes | None, int]]) -> None:
+        self.path = path
+        self.nodes: list[tuple[bytes, bytes | None, int]] = []
+        self.heads: dict[str, bytes] = {}
+        self.pins: set[bytes] = set()
+        self.drafts: list[tuple[Draft | None, bytes, int]] = []
+
+    def shown(self) -> list[tuple[bytes, bytes | None, int]]:
+        return [*self.path, *self.nodes]
+
+    def held(self) -> set[bytes]:
+        return {*self.heads.values(), *self.pins, *(parent for _, parent, _ in self.drafts)}
+
+    def above(self, nodes: Iterable[bytes]) -> set[bytes]:
+        """These, and all above them."""
+        parents = {node: parent for node, parent, _ in self.shown()}
+        found: set[bytes] = set()
+        for at in nodes:
+            up: bytes | None = at
+            while up is not None and up not in found:
+                found.add(up)
+                up = parents[up]
+        return found
+
+    def below(self, nodes: Iterable[bytes]) -> set[bytes]:
+        found = set(nodes)
+        for node, parent, _ in self.nodes:
+            if parent in found:
+                found.add(node)
+        return found
+
+
+class Run:
+    """Random operations on a store and on a model of it, which knows nothing of how anything is stored."""
+
+    def __init__(self, seed: int, kind: str) -> None:
+        self.rng = random.Random(seed)
+        self.where = Where(kind)
+        self.own: dict[str, Own] = {}
+        self.digests: dict[bytes, str] = {}
+        self.made = 0
+        self.numbers = 0
+        self.incarnation = 0
+        self.done = 0
+        self.versions: dict[str, int] = {}
+        self.create()
+
+    @property
+    def store(self) -> SessionStore:
+        return self.where.store
+
+    def create(self) -> None:
+        self.made += 1
+        session = text_session(self.store, f"s{self.made}")
+        self.opened(session)
+        self.own[session.id] = Own([(session.root.id, None, -1)])
+
+    def opened(self, session: Session) -> None:
+        if session.incarnation != self.incarnation:
+            assert session.incarnation > self.incarnation or session.id in self.own
+            self.incarnation = max(self.incarnation, session.incarnation)
+
+    def pick(self) -> tuple[Session, Own]:
+        name = self.rng.choice(list(self.own))
+        session = self.store.get(name)
+        self.opened(session)
+        return session, self.own[name]
+
+    def node(self, own: Own) -> bytes:
+        shown = own.shown()
+        return shown[-1 - min(int(self.rng.expovariate(0.3)), len(shown) - 1)][0]
+
+    def append(self) -> None:
+        session, own = self.pick()
+        parent = self.node(own)
+        again = [number for node, above, number in self.dropped if above == parent] if self.rng.random() < 0.3 else []
+        if again:
+            number = self.rng.choice(again)
+        else:
+            self.numbers += 1
+            number = self.numbers
+        node = session.append(parent, words(number), metadata={"n": number})
+        if node.id not in {each for each, _, _ in own.shown()}:
+            own.nodes.append((node.id, parent, number))
+        assert self.digests.setdefault(node.id, digest(node)) == digest(node)
+
+    dropped: list[tuple[bytes, bytes | None, int]] = []
+
+    def draft(self) -> None:
+        session, own = self.pick()
+        if own.drafts and self.rng.random() < 0.7:
+            at, parent, number = own.drafts.pop(self.rng.randrange(len(own.drafts)))
+            assert at is not None
+            if self.rng.random() < 0.5:
+                at.abort()
+                return
+            node = at.commit()
+            own.nodes.append((node.id, parent, number))
+            self.digests[node.id] = digest(node)
+            return
+        self.numbers += 1
+        parent = self.node(own)
+        draft = session.draft(parent, key=f"{self.numbers}")
+        draft.extend(words(self.numbers))
+        own.drafts.append((draft, parent, self.numbers))
+
+    def head(self) -> None:
+        session, own = self.pick()
+        name = self.rng.choice("abc")
+        if name in own.heads and self.rng.random() < 0.4:
+            session.drop_head(name)
+            del own.heads[name]
+            self.versions[session.id] = self.versions.get(session.id, 0) + 1
+        else:
+            own.heads[name] = self.node(own)
+            version = session.set_head(name, own.heads[name]).version
+            assert version > self.versions.get(session.id, 0)
+            self.versions[session.id] = version
+
+    def pin(self) -> None:
+        session, own = self.pick()
+        node = self.node(own)
+        if own.pins and self.rng.random() < 0.5:
+            node = self.rng.choice(sorted(own.pins))
+            session.unpin(node)
+            own.pins.discard(node)
+        else:
+            session.pin(node)
+            own.pins.add(node)
+        assert session.pins == own.pins
+
+    def drop(self) -> None:
+        session, own = self.pick()
+        nodes = [self.node(own) for _ in range(self.rng.choice((1, 1, 2)))]
+        gone = own.below(nodes)
+        if any(node in nodes for node, _, _ in own.path):
+            expected: Any = Unsupported
+        else:
+            expected = NodeHeld if gone & own.held() else None
+        if expected is not None:
+            with pytest.raises(expected):
+                session.drop(*nodes)
+            return
+        session.drop(*nodes)
+        self.forget(own, gone)
+
+    def forget(self, own: Own, gone: set[bytes]) -> None:
+        self.dropped = [*self.dropped, *(each for each in own.nodes if each[0] in gone)]
+        own.nodes = [each for each in own.nodes if each[0] not in gone]
+
+    def fork(self) -> None:
+        if len(self.own) > 5:
+            return
+        session, own = self.pick()
+        node = self.node(own)
+        self.made += 1
+        fork = self.store.fork(session, node, f"s{self.made}")
+        self.opened(fork)
+        path = own.above([node])
+        self.own[fork.id] = Own([each for each in own.shown() if each[0] in path])
+
+    def drop_session(self) -> None:
+        if len(self.own) < 3:
+            return
+        session, own = self.pick()
+        if own.pins or own.drafts:
+            with pytest.raises(NodeHeld):
+                self.store.drop(session.id)
+            return
+        self.store.drop(session.id)
+        self.dropped = [*self.dropped, *own.nodes]
+        del self.own[session.id]
+        if self.rng.random() < 0.5:  # its id is free
+            text_session(self.store, session.id)
+            self.own[session.id] = Own([own.path[0]] if own.path[0][0] == self.store.get(session.id).root.id else [])
+            self.versions.pop(session.id, None)
+
+    def close(self) -> None:
+        session, own = self.pick()
+        if self.where.kind != "memory" and not own.drafts:
+            session.close()
+
+    def reopen(self) -> None:
+        for own in self.own.values():
+            own.drafts.clear()
+        self.where.again()
+        self.check()
+
+    def collect(self) -> None:
+        recent = self.rng.choice((None, None, 0, 1, 2, 5, 10**9))
+        if recent is not None:
+            for own in self.own.values():
+                leads = own.held() | {each[0] for each in own.shown()[max(0, len(own.shown()) - recent) :]}
+                alive = own.above(leads)
+                self.forget(own, {node for node, _, _ in own.nodes if node not in alive})
+        before = {name: without_versions(seen(self.store.get(name))) for name in self.own} if recent is None else {}
+        report = self.store.gc(recent=recent)
+        assert report.swept
+        for name, shown in before.items():
+            assert without_versions(seen(self.store.get(name))) == shown
+        self.check()
+        if self.where.kind != "memory":
+            self.check_files(report)
+
+    def check(self) -> None:
+        assert set(self.store.sessions()) == set(self.own)
+        for name, own in self.own.items():
+            session = self.store.get(name)
+            self.opened(session)
+            nodes = list(session.tree)
+            assert [node.id for node in nodes] == [node for node, _, _ in own.shown()]
+            assert len(session.tree) == len(nodes)
+            for node, (_, parent, number) in zip(nodes, own.shown(), strict=True):
+                assert (None if node.parent is None else node.parent.id) == parent
+                assert number < 0 or (node.token_ids.tolist() == words(number) and digest(node) == self.digests[node.id])
+            assert {head: node.id for head, node in session.heads.items()} == own.heads
+            assert session.pins == own.pins
+
+    def check_files(self, report: GcReport) -> None:
+        """No byte of what nothing leads to, every byte of all else, and as many records and files as that takes."""
+        self.store.flush()
+        disk = self.where.disk
+        data = on_disk(disk)
+        kept = {number for own in self.own.values() for _, _, number in own.shown()}
+        for number in range(1, self.numbers + 1):
+            assert (bytes_of(number) in data) == (number in kept), number
+        log = segment_log.SegmentLog.open(AT, entry_of=journal.prefix_of, system=disk, read_only=True)
+        entries = log.entries()
+        kinds = entries["kind"].tolist()
+        first = log._base.segment
+        nodes = set(entries[entries["kind"] == codec.NODE][["session", "ordinal"]].tolist())
+        log.close()
+        assert kinds.count(codec.NODE) == len(nodes) == report.nodes_after
+        assert kinds.count(codec.HEAD) <= sum(len(own.heads) + 1 for own in self.own.values())
+        assert kinds.count(codec.PIN) == sum(len(own.pins) for own in self.own.values())
+        names = {name for name in files_of(disk) if not name.startswith("segments/")}
+        assert names == {"BASE", "FORMAT", "LOCK"}
+        leases = [name for name in files_of(disk) if name.endswith(".lease")]
+        assert leases == [f"segments/{first:08d}.lease"]
+        assert all(int(name[9:17]) >= first for name in files_of(disk) if name.startswith("segments/"))
+
+    WEIGHTS = (
+        ("append", 12),
+        ("draft", 4),
+        ("head", 3),
+        ("pin", 2),
+        ("drop", 4),
+        ("fork", 2),
+        ("drop_session", 1),
+        ("close", 1),
+        ("reopen", 1),
+        ("collect", 3),
+    )
+
+    def go(self, steps: int) -> None:
+        for _ in range(steps):
+            [what] = self.rng.choices([name for name, _ in self.WEIGHTS], [weight for _, weight in self.WEIGHTS])
+            getattr(self, what)()
+            self.done += 1
+        self.reopen()
+        self.collect()
+        self.reopen()
+        let_go(self.store)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_d26_d27_what_leads_somewhere_stays_and_no_byte_of_all_else(where: Where, seed: int) -> None:
+    for number in range(100 if SOAK else 1):
+        Run(1000 * number + seed, where.kind).go(160)
+
+
+@pytest.mark.parametrize("recent", [0, 1, 3, 100])
+def test_d26_recent_counts_what_is_shown(where: Where, recent: int) -> None:
+    """Not what was dropped before; of each session by itself; in memory as on disk; sessions that are closed too."""
+    store = where.store
+    kept = {}
+    for name in ("open", "closed"):
+        session = text_session(store, name)
+        nodes = [session.append(session.root, words(number)) for number in range(8)]
+        chain = session.append(session.append(nodes[1], words(20)), words(21))
+        session.drop(nodes[7], *nodes[5:6])
+        session.set_head("main", nodes[0])
+        held = {nodes[0].id, *[node.id for node in [*nodes[2:5], nodes[6], chain.parent, chain][-recent:] if node and recent]}
+        kept[name] = {each.id for node in held for each in session.node(node).path()} | {session.root.id}
+        if name == "closed" and where.kind != "memory":
+            session.close()
+    before = store.gc(recent=recent)
+    for name, ids in kept.items():
+        assert set(ids_of(store.get(name))) == ids
+    again = store.gc(recent=recent)
+    assert again.nodes_before == again.nodes_after == before.nodes_after == sum(len(ids) - 1 for ids in kept.values())
+    for name, ids in kept.items():
+        assert set(ids_of(where.again().get(name))) == ids
+
+
+@durabilities
+def test_d27_after_a_drop_and_gc_the_files_are_those_of_what_is_left(durability: Durability, tmp_path: Path) -> None:
+    """Features too: those stay that a node names which is shown, or that a fork shares, or whose node is still to come."""
+    with SessionStore.open(tmp_path, durability=durability) as store:
+        session = store.create("s", scheme=toy_scheme())
+
+        def picture(number: int, parent: Node, into: Session = session) -> Node:
+            node = append(into, parent, turn(number, VS, toy.image(4, 4, number), VE))
+            store.put_features(node.media[0], pixels(number))
+            return node
+
+        nodes = [picture(number, session.root) for number in range(6)]
+        fork = store.fork(session, nodes[4], "fork")
+        own = picture(7, nodes[4], fork)
+        again = append(session, nodes[0], turn(50, VS, toy.image(4, 4, 1), VE))  # names what another one does
+        items = {number: node.media[0] for number, node in enumerate(nodes)}
+        items[7] = own.media[0]
+        store.put_features(an_image(8), pixels(8))  # whose node is still to come
+        assert len(blob_files(tmp_path)) == 8
+        session.drop(nodes[1], nodes[2], nodes[4])
+        report = store.gc()
+        assert (report.features_removed, report.swept, report.nodes_before, report.nodes_after) == (1, True, 8, 6)
+        assert report.bytes_after < report.bytes_before
+
+        def kept() -> set[int]:
+            store._features.clear()
+            found = {number: store.get_features(item) for number, item in {**items, 8: an_image(8)}.items()}
+            for number, features in found.items():
+                assert features is None or features["features"].tobytes() == pixels(number).tobytes()
+            return {number for number, features in found.items() if features is not None}
+
+        assert kept() == {0, 1, 3, 4, 5, 7, 8} and len(blob_files(tmp_path)) == 7
+        session.drop(again)
+        assert store.gc().features_removed == 1 and kept() == {0, 3, 4, 5, 7, 8}
+        store.drop("fork")
+        assert store.gc().features_removed == 2 and kept() == {0, 3, 5, 8}
+        node = append(session, session.root, a_turn(8))
+        assert store.gc().features_removed == 0
+        session.drop(node)
+        assert store.gc().features_removed == 1 and kept() == {0, 3, 5}
+        store.put_features(an_image(9), pixels(9))
+    with SessionStore.open(tmp_path, durability=durability) as store:
+        assert store.gc().features_removed == 1  # nobody waits for its node any more
+        session = store.get("s")
+        assert kept() == {0, 3, 5}
+        store.drop("s")
+        report = store.gc()
+        assert (report.nodes_after, report.features_removed, report.swept) == (0, 0, False)
+        del session  # which could still be read
+        report = store.gc()
+        assert (report.nodes_after, report.features_removed, report.swept) == (0, 3, True)
+        store.flush()
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert [name.rpartition(".")[2] for name in left] == ["BASE", "FORMAT", "LOCK", "idx", "lease", "seg"]
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 1500
+
+
+def test_d27_features_that_could_not_go_at_once_go_with_the_next_gc(tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path) as store:
+        session = store.create("s", scheme=toy_scheme())
+        node = append(session, session.root, a_turn())
+        store.put_features(node.media[0], pixels(1))
+        store.flush()
+        reader = SessionStore.open(tmp_path, read_only=True)
+        session.drop(node)
+        report = store.gc()
+        assert not report.swept and not report.features_removed
+        assert reader.get_features(node.media[0]) is not None
+        reader.close()
+        report = store.gc()
+        assert report.swept and report.features_removed == 1 and not blob_files(tmp_path)
+
+
+def test_c87_two_processes_read_one_file_during_gc(tmp_path: Path) -> None:
+    """And ancestors of a live head never go."""
+    with SessionStore.open(tmp_path / "store") as store:
+        session = text_session(store)
+        node = session.root
+        for number in range(300):
+            node = session.append(node, words(number))
+            session.append(node, words(1000 + number))
+        session.set_head("main", node)
+        store.flush()
+        readers = [in_process(READS, str(tmp_path / "store")) for _ in range(2)]
+        for reader in readers:
+            assert reader.stdout is not None and reader.stdout.readline() == "ready\n"
+        for _ in range(5):
+            report = store.gc(recent=0)
+            assert report.nodes_after == 300
+            session.append(node.path()[5], words(5000))
+        assert [each.id for each in session.head("main").node.path()] == [each.id for each in node.path()]
+        expected = [digest(each) for each in node.path()]
+        for reader in readers:
+            assert answer(reader) == [expected, True]
+
+
+READS = """
+import json, sys, time
+from sessiontree import SessionStore
+from tests.disk_model import digest
+with SessionStore.open(sys.argv[1], read_only=True) as store:
+    session = store.get("s")
+    counts = [len(session.tree)]
+    print("ready", flush=True)
+    end = time.monotonic() + 1
+    found = None
+    while time.monotonic() < end:
+        found = [digest(node) for node in session.head("main").node.path()]
+        session = store.get("s")
+        counts.append(len(session.tree))
+    print(json.dumps([found, counts[0] == 601 and counts[-1] <= 302]))
+"""

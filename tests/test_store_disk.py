@@ -1871,7 +1871,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.readers: list[tuple[SessionStore, int]] = []
         self.stale: dict[tuple[str, str], Head] = {}
         self.folder = Path(tempfile.mkdtemp())
-        self.bundles: list[Path] = []
+        self.exported: list[Path] = []
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(segment_log, "_POLL", (3600.0, 3600.0))  # the background thread works when it is told to
 
@@ -2013,11 +2013,11 @@ class DiskMachine(RuleBasedStateMachine):
         node = self.node(name, number)
         self.both(lambda store: store.get(name).replace(node, tokens, head=head))
 
-    @precondition(lambda self: self.bundles)
+    @precondition(lambda self: self.exported)
     @rule(which=PICK)
     def take(self, which: int) -> None:
         """What was exported comes back: after a crash, also what was lost in it."""
-        path = self.bundles[-1 - which % len(self.bundles)]
+        path = self.exported[-1 - which % len(self.exported)]
         self.both(lambda store: import_bundle(store, path))
         self.store.flush()
         self.durable = len(self.states) - 1
@@ -2026,11 +2026,11 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule()
     def export(self) -> None:
-        one, two = (self.folder / f"{len(self.bundles)} {name}" for name in ("disk", "memory"))
+        one, two = (self.folder / f"{len(self.exported)} {name}" for name in ("disk", "memory"))
         export_bundle(self.store, one)
         export_bundle(self.twin, two)
         assert one.read_bytes() == two.read_bytes()
-        self.bundles.append(one)
+        self.exported.append(one)
         self.durable = len(self.states) - 1
 
     @rule(where=PICK)

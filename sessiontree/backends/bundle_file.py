@@ -2,13 +2,13 @@
 
 A line says what it is, frames of a log's segment 1 follow::
 
-    sessiontree bundle 1 UUID CRC                       frames, at their offsets in this file
-    sessiontree bundle 1 UUID zstd FRAMES STREAM CRC    one zstd stream of STREAM bytes, which is FRAMES bytes of the same
+    sessiontree bundle 1 UUID CRC                             frames, at their offsets in this file
+    sessiontree bundle 1 UUID zstd FRAMES STREAM CRC32 CRC    a zstd stream of STREAM bytes and that crc: FRAMES bytes of the same
 
-The crc is that of the line before it; the uuid seeds the checksums of the frames, as a store's does. Only the last frame is empty,
-and its ``synced`` covers all before it, so that a bundle that was cut is told from a whole one. Everything is checked when a bundle
-is opened; records are read, and checked again, when they are asked for. What is compressed is expanded into a temporary file that
-has no name, as much as the line says and never more than the reader allows.
+The last crc is that of the line before it; the uuid seeds the checksums of the frames, as a store's does. Only the last frame is
+empty, and its ``synced`` covers all before it, so that a bundle that was cut is told from a whole one. Everything is checked when a
+bundle is opened; records are read, and checked again, when they are asked for. What is compressed is expanded into a temporary file
+that has no name, as much as the line says and never more than the reader allows.
 
 Nothing here knows nodes. A bundle gets its name when all of it is on disk.
 """
@@ -16,11 +16,12 @@ Nothing here knows nodes. A bundle gets its name when all of it is on disk.
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -55,6 +56,7 @@ MAX_RECORD: Final = 2**28
 _START: Final = b"sessiontree bundle "
 _LONGEST_LINE: Final = 256
 _DIGITS: Final = 20
+_LINE: Final = re.compile(rb"sessiontree bundle \d+ ([0-9a-f]{32})(?: zstd (\d{20}) (\d{20}) ([0-9a-f]{8}))?")
 _FRAME_BYTES: Final = 2**20
 _MOST_WINDOW: Final = 2**25  # bytes that a zstd stream may ask for to be decoded
 
@@ -68,10 +70,18 @@ def zstandard() -> Any:
     return package
 
 
-def _line(store: bytes, frames: int = 0, stream: int | None = None) -> bytes:
+class _Packed(NamedTuple):
+    """A stream: bytes of the frames in it, bytes of itself, and their crc."""
+
+    frames: int = 0
+    size: int = 0
+    crc: int = 0
+
+
+def _line(store: bytes, stream: _Packed | None) -> bytes:
     body = _START + b"%d %s" % (VERSION, store)
     if stream is not None:
-        body += b" zstd %0*d %0*d" % (_DIGITS, frames, _DIGITS, stream)
+        body += b" zstd %0*d %0*d %08x" % (_DIGITS, stream.frames, _DIGITS, stream.size, stream.crc)
     return body + b" %08x\n" % crc32(body)
 
 
@@ -85,13 +95,14 @@ class BundleWriter:
         self._system = system
         self._path = path
         self._store = uuid.UUID(bytes=identity).hex.encode()
-        self._compressor = zstandard().ZstdCompressor(write_checksum=True).compressobj() if compress else None
+        self._compressor = zstandard().ZstdCompressor().compressobj() if compress else None
         self._keys = Keys.of(self._store)
         self._records: list[tuple[Bytes, bytes]] = []
         self._bytes = 0
         self._temporary = f"{path}.{uuid.uuid4().hex[:8]}.new"
-        line = _line(self._store, 0, 0 if compress else None)
+        line = _line(self._store, _Packed() if compress else None)
         self._start = self._size = len(line)
+        self._crc = 0  # of a stream
         self._end = End(SEGMENT, len(line))
         self._fd = -1
         try:
@@ -119,6 +130,9 @@ class BundleWriter:
         except OSError as error:
             raise self._failed(error) from error
         self._size += sum(map(len, parts))
+        if self._compressor is not None:
+            for part in parts:
+                self._crc = crc32(part, self._crc)
 
     def finish(self) -> int:
         """Close the bundle, store it, and give it its name: how many bytes it has."""
@@ -130,8 +144,8 @@ class BundleWriter:
             self._write((self._compressor.flush(),))
         try:
             if self._compressor is not None:
-                line = _line(self._store, self._end.offset - self._start, self._size - self._start)
-                write_all(system, self._fd, (line,), 0)
+                stream = _Packed(self._end.offset - self._start, self._size - self._start, self._crc)
+                write_all(system, self._fd, (_line(self._store, stream),), 0)
             system.fdatasync(self._fd)
             fd, self._fd = self._fd, -1
             system.close(fd)
@@ -184,7 +198,7 @@ class BundleFile:
             self.compressed = packed is not None
             self._keys = Keys.of(store)
             if packed is not None:
-                size = self._expand(start, *packed, max_bytes)
+                size = self._expand(start, packed, max_bytes)
             rows = self._walk(start, size, entry_of)
         except OSError as error:
             self.close()
@@ -194,36 +208,40 @@ class BundleFile:
             raise
         self._entries: Entries = np.frombuffer(b"".join(rows), ENTRY)
 
-    def _identify(self, data: bytes) -> tuple[bytes, int, tuple[int, int] | None]:
-        """Whose it is, where frames or a stream begin, and of a stream the bytes of its frames and of itself."""
-        line, found, _ = data.partition(b"\n")
-        words = line.split(b" ")
-        if not line.startswith(_START) or len(words) < 4:
+    def _identify(self, data: bytes) -> tuple[bytes, int, _Packed | None]:
+        """Whose it is, where frames or a stream begin, and what the stream is, if it is one."""
+        line, end, _ = data.partition(b"\n")
+        if not line.startswith(_START):
             raise IncompatibleStore(f"{self._path} is no bundle", path=self._path)
-        if words[2] != b"%d" % VERSION:
-            version = words[2].decode(errors="replace")
-            raise IncompatibleStore(f"{self._path} is a bundle of format {version}; this reads {VERSION}", path=self._path)
+        version = line[len(_START) :].split(b" ")[0]
+        if version != b"%d" % VERSION:
+            shown = version.decode(errors="replace")
+            raise IncompatibleStore(f"{self._path} is a bundle of format {shown}; this reads {VERSION}", path=self._path)
         body, _, crc = line.rpartition(b" ")
-        if not found or crc != b"%08x" % crc32(body):
+        if not end or crc != b"%08x" % crc32(body):
             raise CorruptTree(f"the first line of {self._path} does not match its checksum", path=self._path)
-        start = len(line) + 1
-        if len(words) == 5:
-            return words[3], start, None
-        if len(words) != 8 or words[4] != b"zstd" or not all(map(bytes.isdigit, words[5:7])):
-            raise IncompatibleStore(
-                f"{self._path} is a bundle of a later version: {line.decode(errors='replace')}", path=self._path
-            )
-        return words[3], start, (int(words[5]), int(words[6]))
+        found = _LINE.fullmatch(body)
+        if found is None:
+            raise IncompatibleStore(f"{self._path} is a bundle of a later kind: {body.decode(errors='replace')}", path=self._path)
+        store, frames, size, stream_crc = found.groups()
+        packed = None if frames is None else _Packed(int(frames), int(size), int(stream_crc, 16))
+        return store, len(line) + 1, packed
 
-    def _expand(self, start: int, frames: int, stream: int, max_bytes: int) -> int:
+    def _expand(self, start: int, packed: _Packed, max_bytes: int) -> int:
         """Put what a stream holds in a file that has no name, at the same offset; where it ends."""
-        if start + stream != self.size:
-            raise self._cut(self.size, f"{start + stream} bytes were written")
+        frames = packed.frames
+        if start + packed.size != self.size:
+            raise self._cut(self.size, f"{start + packed.size} bytes were written")
         if frames > max_bytes:
             raise LimitExceeded(
                 f"{self._path} expands to {frames} bytes; max_bytes is {max_bytes}", value=frames, limit=max_bytes, path=self._path
             )
-        package, source, done = zstandard(), _Stream(self._system, self._fd, start), 0
+        package, source, crc, done = zstandard(), _Stream(self._system, self._fd, start), 0, 0
+        while data := source.read(CHUNK):
+            crc = crc32(data, crc)
+        if crc != packed.crc:
+            raise CorruptTree(f"the stream in {self._path} does not match its checksum", path=self._path)
+        source = _Stream(self._system, self._fd, start)
         with tempfile.TemporaryFile(buffering=0) as expanded:
             expanded.seek(start)
             try:
@@ -237,9 +255,8 @@ class BundleFile:
                 raise CorruptTree(f"the stream in {self._path} is damaged: {error}", path=self._path) from error
             if done != frames:
                 raise CorruptTree(f"the stream in {self._path} has not the {frames} bytes that it should", path=self._path)
-            packed = self._fd
-            self._fd = os.dup(expanded.fileno())
-        self._system.close(packed)
+            before, self._fd = self._fd, os.dup(expanded.fileno())
+        self._system.close(before)
         self._system = System()
         return start + frames
 

@@ -250,8 +250,21 @@ def node_parts(session: int, ordinal: int, parent: int, node: Node) -> bytes | t
         data = extent.buffer[(start - origin) * TOKEN_BYTES : (node.stop - origin) * TOKEN_BYTES]
     else:
         data = extent.read_bytes(start, node.stop)
-    content = (data, node.media, node.origin, node.role or "", node.key)
-    return _encode_node(session, ordinal, parent, node.id, *content, node.runs, node.state, node.replayed, node._details)
+    return _encode_node(
+        session,
+        ordinal,
+        parent,
+        node.id,
+        data,
+        node.media,
+        node.origin,
+        node.role or "",
+        node.key,
+        node.runs,
+        node.state,
+        node.replayed,
+        node._details,
+    )
 
 
 def _encode_node(

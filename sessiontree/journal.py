@@ -306,6 +306,7 @@ class Journal:
         self._strict = strict
         self.follows = log.read_only
         self.waits = log.durability == "commit"
+        self._sound = not log.damaged
         self._log = log
         self._features = features
         self._paths = paths
@@ -793,12 +794,19 @@ class Journal:
         ``waiting``: what was to be waited for before; ``told``: holds ``before`` for as long as nothing else is recorded. Raises
         WriteLost where what was before was lost, Overtaken, StoreFailed.
         """
-        self.check_writable()
+        try:
+            return self._changed(number, before, after, waiting, told)
+        except StoreFailed:
+            self.check_writable()  # which says so where it is only read
+            raise
+
+    def _changed(self, number: int, before: SessionTree, after: SessionTree, waiting: int, told: Sequence[object]) -> int:
+        if not self._sound:
+            self.check_writable()
         if after._heads is before._heads and after._count - before._count == 1:  # by far the commonest case
             index, ordinal = after._index, before._count
             node = index.nodes[ordinal - index.base_count]
-            assert node.parent is not None
-            parent = index.find_ordinal(node.parent, ordinal)
+            parent = index.find_ordinal(node.parent, ordinal)  # type: ignore[arg-type]  # none is a root
             assert parent is not None
             key = 0 if node.key is None else codec.key_digest(node.key)
             prefix = _PREFIX.pack(codec.NODE, number, ordinal, parent, node.id, key)

@@ -93,24 +93,11 @@ class FeatureFolder:
         except FileNotFoundError:
             return None
         with file:
-            size = os.fstat(file.fileno()).st_size
-            digest = _started(name)
-
-            def read(count: int) -> bytes:
-                data = file.read(count)
-                if len(data) != count:
-                    raise CorruptTree(f"features in {name} end after {file.tell()} of {size} bytes", path=name)
-                digest.update(data)
-                return data
-
-            start = read(len(_MAGIC) + 4)
-            length = int.from_bytes(start[len(_MAGIC) :], "little")
-            if start[: len(_MAGIC)] != _MAGIC or length > min(size, _MOST_HEADER):
-                raise CorruptTree(f"{name} is no file of features", path=name)
-            described = _described(read(length), size, name)
-            arrays = {each: FeatureArray(kind, dtype, shape, read(count)) for each, kind, dtype, shape, count in described}
-            if file.read(_DIGEST + 1) != digest.digest():
-                raise CorruptTree(f"features in {name} are damaged", path=name)
+            reader = _Reader(file, name)
+            arrays = {
+                each: FeatureArray(kind, dtype, shape, reader.read(count)) for each, kind, dtype, shape, count in reader.header()
+            }
+            reader.end()
         return arrays
 
     def drop(self, content: tuple[Any, ...]) -> None:
@@ -129,9 +116,52 @@ class FeatureFolder:
         return os.path.exists(self._place(content)[1])
 
     def _place(self, content: tuple[Any, ...]) -> tuple[str, str]:
-        text = sha256(pack(content)).hexdigest()
+        text = file_name(content)
         folder = os.path.join(self._path, text[:2])
         return folder, os.path.join(folder, text)
+
+
+class _Reader:
+    """Reads one file from its beginning to its end. Every step raises CorruptTree where the file is not what it says."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file = file
+        self._name = name
+        self._size = os.fstat(file.fileno()).st_size
+        self._digest = _started(name)
+
+    def read(self, count: int) -> bytes:
+        data: bytes = self._file.read(count)
+        if len(data) != count:
+            raise CorruptTree(f"features in {self._name} end after {self._file.tell()} of {self._size} bytes", path=self._name)
+        self._digest.update(data)
+        return data
+
+    def header(self) -> list[tuple[str, str, np.dtype[Any], tuple[int, ...], int]]:
+        start = self.read(len(_MAGIC) + 4)
+        length = int.from_bytes(start[len(_MAGIC) :], "little")
+        if start[: len(_MAGIC)] != _MAGIC or length > min(self._size, _MOST_HEADER):
+            raise CorruptTree(f"{self._name} is no file of features", path=self._name)
+        return _described(self.read(length), self._size, self._name)
+
+    def end(self) -> None:
+        if self._file.read(_DIGEST + 1) != self._digest.digest():
+            raise CorruptTree(f"features in {self._name} are damaged", path=self._name)
+
+
+def check_file(name: str) -> None:
+    """Read a file of features to its end, holding a chunk at a time. Raises CorruptTree where it is damaged."""
+    with open(name, "rb") as file:
+        reader = _Reader(file, name)
+        for *_, count in reader.header():
+            for start in range(0, count, _CHUNK):
+                reader.read(min(_CHUNK, count - start))
+        reader.end()
+
+
+def file_name(content: tuple[Any, ...]) -> str:
+    """What the file of a content is called: sha256 of all that describes it, in hexadecimal."""
+    return sha256(pack(content)).hexdigest()
 
 
 def _started(name: str) -> Any:

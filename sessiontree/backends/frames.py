@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sessiontree.backends.system import System
-from sessiontree.errors import IncompatibleStore
+from sessiontree.errors import CorruptTree, IncompatibleStore
 
 Records = Sequence[tuple[bytes, bytes]]  # of one batch: the prefix of its entry, and its bytes
 Entries = npt.NDArray[np.void]
@@ -214,6 +214,22 @@ def read_file(system: System, path: str) -> bytes | None:
         return Window(system, fd).get(0, system.size(fd))
     finally:
         system.close(fd)
+
+
+def read_format(system: System, path: str) -> Keys | None:
+    """The keys of the store in a directory; None without a FORMAT. Raises IncompatibleStore, CorruptTree."""
+    data = read_file(system, path + "/FORMAT")
+    if data is None:
+        return None
+    words = data.split()
+    if words[:2] != [b"sessiontree", b"log"] or len(words) < 3:
+        raise IncompatibleStore(f"{path}/FORMAT is not that of a log")
+    if words[2] != b"%d" % VERSION:
+        raise IncompatibleStore(f"{path} has format {words[2].decode(errors='replace')}; this reads {VERSION}")
+    body, _, crc = data.rstrip(b"\n").rpartition(b" ")
+    if len(words) != 5 or crc != b"%08x" % crc32(body) or not data.endswith(b"\n"):
+        raise CorruptTree(f"{path}/FORMAT does not match its checksum")
+    return Keys.of(words[3])
 
 
 def write_new(system: System, path: str, data: bytes, *, sync: bool) -> None:

@@ -66,7 +66,7 @@ from sessiontree.backends.frames import (
     Window,
     block_of,
     build_frame,
-    read_file,
+    read_format,
     segment_path,
     write_all,
     write_new,
@@ -704,19 +704,8 @@ class SegmentLog:
 
     def _identify(self) -> bool:
         """Read FORMAT; False where there is none."""
-        data = read_file(self._system, self._path + "/FORMAT")
-        if data is None:
-            return False
-        words = data.split()
-        if words[:2] != [b"sessiontree", b"log"] or len(words) < 3:
-            raise IncompatibleStore(f"{self._path}/FORMAT is not that of a log")
-        if words[2] != b"%d" % VERSION:
-            raise IncompatibleStore(f"{self._path} has format {words[2].decode(errors='replace')}; this reads {VERSION}")
-        body, _, crc = data.rstrip(b"\n").rpartition(b" ")
-        if len(words) != 5 or crc != b"%08x" % crc32(body) or not data.endswith(b"\n"):
-            raise CorruptTree(f"{self._path}/FORMAT does not match its checksum")
-        self._keys = Keys.of(words[3])
-        return True
+        self._keys = read_format(self._system, self._path)
+        return self._keys is not None
 
     def _format(self) -> None:
         body = b"sessiontree log %d %s" % (VERSION, uuid.uuid4().hex.encode())

@@ -11,6 +11,8 @@ from __future__ import annotations
 import glob
 import itertools
 import os
+import re
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from hashlib import sha256
@@ -157,6 +159,35 @@ def check_file(name: str) -> None:
             for start in range(0, count, _CHUNK):
                 reader.read(min(_CHUNK, count - start))
         reader.end()
+
+
+def copy_file(name: str, new: str) -> None:
+    """A copy of a file in another folder of features, which is made if it is not there; on disk when this returns."""
+    folder = os.path.dirname(new)
+    os.makedirs(folder, exist_ok=True)
+    shutil.copyfile(name, new + ".tmp")
+    fd = os.open(new + ".tmp", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.rename(new + ".tmp", new)
+    for _ in range(3):  # its folder, that of all features, the store's
+        _sync_folder(folder)
+        folder = os.path.dirname(folder)
+
+
+def files_in(path: str) -> list[tuple[str, int]]:
+    """Every file below a folder, and how many bytes it has."""
+    return [
+        (name, os.path.getsize(name)) for where, _, names in os.walk(path) for name in sorted(os.path.join(where, n) for n in names)
+    ]
+
+
+def is_place(name: str) -> bool:
+    """Whether a file has the name and the folder that some content's has; a writer that was killed leaves others."""
+    folder, base = os.path.split(name)
+    return re.fullmatch("[0-9a-f]{64}", base) is not None and os.path.basename(folder) == base[:2]
 
 
 def file_name(content: tuple[Any, ...]) -> str:

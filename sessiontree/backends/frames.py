@@ -108,7 +108,10 @@ class Keys(NamedTuple):
 
     @classmethod
     def of(cls, store: bytes) -> Keys:
-        seed = crc32(store)
+        return cls.of_seed(crc32(store))
+
+    @classmethod
+    def of_seed(cls, seed: int) -> Keys:
         return cls(seed, crc32(b"record", seed))
 
 

@@ -1,0 +1,169 @@
+"""What a store is made of, by counting what a survey found."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import attrs
+import numpy as np
+
+from sessiontree import codec
+from sessiontree.backends.frames import HEAD
+from sessiontree.fsck.report import Examined, plain
+from sessiontree.fsck.survey import NONE, ROOT, Progress, Survey, surveyed
+
+
+@attrs.frozen
+class SessionStats:
+    """One session. ``nodes``, ``tokens``, ``bytes``: its own, without the path that a fork shares; ``depth``: of its deepest node.
+
+    ``fork_of``: the session it was forked from.
+    """
+
+    session_id: str
+    nodes: int
+    leaves: int
+    tokens: int
+    bytes: int
+    depth: int
+    heads: int
+    fork_of: str | None
+
+
+@attrs.frozen
+class Stats:
+    """A store by numbers. Bytes add up to those of its files.
+
+    ``bytes``: by kind of record, ``session``, ``node``, ``head``, ``opening``, ``alias``, ``later`` (of a later version);
+    ``framing``, what holds them together, damage included; ``free``, allocated ahead or torn; ``sidecars``; ``features``. Of the
+    bytes of records and features: ``live``, nodes that a head or a fork is at or behind, the sessions, and the last word on heads,
+    openings and aliases; ``loose``, nodes that are kept by being there alone; ``dead``, what was said once and does not count any
+    more, and features that no node names.
+
+    ``tokens``: stored. ``path_tokens``: what all paths have, from the root to each leaf, one by one; ``dedupe_ratio``: how many
+    times as much as is stored. ``fan_out``: children of a node or root that has any. A node below which only a fork goes on is a
+    leaf.
+    """
+
+    path: str
+    bytes: dict[str, int]
+    live: int
+    loose: int
+    dead: int
+    nodes: int
+    leaves: int
+    tokens: int
+    path_tokens: int
+    dedupe_ratio: float
+    depth_max: int
+    depth_mean: float
+    fan_out_max: int
+    fan_out_mean: float
+    sessions: tuple[SessionStats, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON has them."""
+        made: dict[str, Any] = plain(self)
+        return made
+
+
+_KINDS = {
+    codec.SESSION: "session",
+    codec.NODE: "node",
+    codec.HEAD: "head",
+    codec.OPENED: "opening",
+    codec.ALIAS: "alias",
+}
+
+
+def stats(path: str | os.PathLike[str], *, progress: Progress | None = None) -> Stats:
+    """Count what is sound in a store, which is read from end to end. As :func:`fsck`."""
+    survey = surveyed(path, progress)
+    rows, lost = survey.rows, Examined(survey).lost
+    kinds = rows["kind"]
+    sizes = rows["length"].astype(np.int64) + HEAD.size
+    parents = np.array(survey.parents, np.int64)
+    starts, stops, depths = (np.array(column, np.int64) for column in (survey.starts, survey.stops, survey.depths))
+    sound = (kinds == codec.NODE) & (parents != NONE)
+    sound[[*lost, *survey.aside]] = False
+    reached = _reached(survey, parents, sound)
+
+    by_kind = {name: int(sizes[kinds == kind].sum()) for kind, name in _KINDS.items()}
+    by_kind["later"] = int(sizes.sum()) - sum(by_kind.values())
+    by_kind["free"] = survey.free
+    by_kind["framing"] = sum(survey.sizes.values()) - int(sizes.sum()) - survey.free
+    by_kind["sidecars"] = survey.sidecar_bytes
+    by_kind["features"] = sum(size for _, size in survey.feature_files)
+
+    last = [held.row for held in survey.sessions.values()]
+    last += [number for number, ordinal, _ in survey.heads.values() if ordinal is not None]
+    last += [number for number, identity in survey.aliases.values() if identity is not None]
+    last += sorted(survey.openings.values())[-1:]
+    named = sum(size for name, size in survey.feature_files if os.path.basename(name) in survey.contents)
+    live = int(sizes[reached].sum() + sizes[last].sum()) + named
+    loose = int(sizes[sound & ~reached].sum())
+
+    own = np.flatnonzero(sound)
+    # Of each node the session it is in, as an index into those that are there; of a root, the same with -1 for a parent.
+    known = {number: at for at, number in enumerate(survey.sessions)}
+    session = np.array([known[number] for number in rows["session"][own].tolist()], np.int64)
+    above = parents[own]
+    inside = above >= 0
+    inside[inside] = rows["session"][above[inside]] == rows["session"][own[inside]]
+    is_leaf = sound.copy()
+    is_leaf[above[inside]] = False
+    leaf = is_leaf[own]
+    _, children = np.unique(np.stack([np.where(above == ROOT, -1 - session, above)]), return_counts=True)
+
+    def summed(values: Any) -> list[int]:
+        return np.bincount(session, values, len(known)).astype(np.int64).tolist() if len(known) else []
+
+    deepest = np.zeros(len(known), np.int64)
+    np.maximum.at(deepest, session, depths[own])
+    tokens = stops[own] - starts[own]
+    heads = [0] * len(known)
+    for (number, _), move in survey.heads.items():
+        if number in known:
+            heads[known[number]] += move.ordinal is not None
+    columns: tuple[list[Any], ...] = (
+        [held.record.session_id for held in survey.sessions.values()],
+        *map(summed, (np.ones(len(own)), leaf, tokens, sizes[own])),
+        deepest.tolist(),
+        heads,
+        [survey.source_of(held) for held in survey.sessions.values()],
+    )
+    path_tokens = int(stops[own][leaf].sum())
+    return Stats(
+        path=survey.path,
+        bytes=by_kind,
+        live=live,
+        loose=loose,
+        dead=int(sizes.sum()) + by_kind["features"] - live - loose,
+        nodes=len(own),
+        leaves=int(leaf.sum()),
+        tokens=int(tokens.sum()),
+        path_tokens=path_tokens,
+        dedupe_ratio=path_tokens / max(int(tokens.sum()), 1) if path_tokens else 1.0,
+        depth_max=int(depths[own].max(initial=0)),
+        depth_mean=float(depths[own].mean()) if len(own) else 0.0,
+        fan_out_max=int(children.max(initial=0)),
+        fan_out_mean=float(children.mean()) if len(children) else 0.0,
+        sessions=tuple(SessionStats(*of_it) for of_it in zip(*columns, strict=True)),
+    )
+
+
+def _reached(survey: Survey, parents: Any, sound: Any) -> Any:
+    """Which sound nodes a head is at, a fork begins with, or either is behind."""
+    reached = np.zeros(len(sound), bool)
+    tips = [held.tip for held in survey.sessions.values()]
+    for (session, _), (_, ordinal, _) in survey.heads.items():
+        held = survey.sessions.get(session)
+        if held is not None and ordinal is not None:
+            tips.append(held.find(ordinal, survey))
+    for tip in tips:
+        at = tip
+        while at >= 0 and sound[at] and not reached[at]:
+            reached[at] = True
+            at = int(parents[at])
+    return reached

@@ -158,7 +158,7 @@ class Examined:
             left = self._children_of(left)
             for cause in here:  # forks, of which nobody can say where they begin
                 left += self._orphaned(cause)
-        return tuple(map(self.survey.id_of, sorted(found)))
+        return tuple(dict.fromkeys(map(self.survey.id_of, sorted(found))))
 
     def _orphaned(self, cause: _Cause) -> list[int]:
         self._explained.add(cause)
@@ -190,7 +190,11 @@ class Examined:
     def _stretches(self) -> Iterator[Damage]:
         """Damaged stretches of which nobody knows a record that was in them."""
         survey = self.survey
-        known = sorted((int(survey.rows["segment"][number]), int(survey.rows["offset"][number])) for number in survey.gone)
+        known = sorted(
+            (int(survey.rows["segment"][number]), int(survey.rows["offset"][number]))
+            for number in survey.gone
+            if number in survey.bad
+        )
         for segment, start, stop, why in survey.stretches:
             if bisect_left(known, (segment, start)) == bisect_left(known, (segment, stop + HEAD.size)):
                 self._unexplained |= stop - start >= HEAD.size

@@ -117,6 +117,7 @@ class _Salvage:
         finally:
             log.close()
         copied = self._copy_features(done + size)
+        self._tell(survey.total)
         report = self._examined.report()
         lost = {identity for damage in report.damaged for identity in (damage.node_id, *damage.dependents) if identity is not None}
         lost |= {identity for finding in report.dangling for identity in finding.dependents}

@@ -58,7 +58,6 @@ ALIEN: Final = 254  # the kind of what has a sound checksum and is no record
 _FAR: Final = 1024  # ordinals that may be missing before one that comes
 _LATER: Final = 255  # the kind of a record that a later library wrote
 _PAGE: Final = 4096
-_SMALLEST: Final = 64  # bytes that no record of a node is below
 _ATTEMPTS: Final = 3
 
 
@@ -185,7 +184,7 @@ class Survey:
 
     Of each record, by its number: ``rows``, its place; ``ids``; ``parents``, the number of a node's parent, ROOT or NONE;
     ``depths``, 0 where it is not known; ``starts`` and ``stops``, the tokens before a node and up to its end. ``bad``: why a record
-    cannot be believed; ``gone``: those of them of which only the entry is known, and whether a sidecar said it or what is left of them.
+    cannot be believed; ``gone``: records that are not there, and whether their entry is what a sidecar says, or what is left.
     ``aside``: nodes that are not what their ordinal names. ``waiting``: nodes whose parent, or whose session, is nowhere.
     """
 
@@ -329,7 +328,9 @@ class Survey:
                 close()
                 fd = self.system.open(segment_path(self.segments, segment, "seg"), os.O_RDONLY)
                 opened = segment
-            record: bytes = self.system.pread(fd, length, offset)
+            record = b""
+            while len(record) < length and (part := self.system.pread(fd, length - len(record), offset + len(record))):
+                record += part
             if len(record) != length or crc32(record, self.keys.seed ^ length) != crc:
                 raise Moved
             return record
@@ -394,7 +395,9 @@ class Survey:
             column.frombytes(bytes(8 * count))
         fields = (rows[name].tolist() for name in ("kind", "session", "ordinal", "parent"))
         for number, kind, session, ordinal, parent in zip(range(first, first + count), *fields, strict=True):
-            if kind == codec.NODE:
+            if not self.gone.get(number, True) and not self._fits(kind, session, ordinal, parent, len(stretches)):
+                del self.bad[number]
+            elif kind == codec.NODE:
                 self._place(number, session, ordinal, parent)
             elif kind == codec.SESSION and number not in self.gone:
                 self._begin(number, rows[number - first])
@@ -421,7 +424,7 @@ class Survey:
         return list(found.values())
 
     def _left_overs(self, segment: int, stretches: Sequence[Stretch]) -> Iterator[Any]:
-        """What stands behind the heads of records in damaged stretches, where it can be what it says."""
+        """What stands behind all that can be the head of a record in damaged stretches."""
         magic = self.keys.magic.to_bytes(4, "little")
         fd = self.system.open(segment_path(self.segments, segment, "seg"), os.O_RDONLY)
         try:
@@ -432,22 +435,21 @@ class Survey:
                     _, length, crc = HEAD.unpack(window.get(at, HEAD.size).ljust(HEAD.size))
                     prefix = _entry_of(window.get(at + HEAD.size, PREFIX_SIZE + HEAD.size))
                     row = np.frombuffer(prefix + PLACE.pack(segment, at + HEAD.size, length, crc), ENTRY)[0]
-                    kind, session, ordinal, parent = row.item()[:4]
-                    if self._fits(kind, session, ordinal, parent, stretch.stop - stretch.start):
-                        yield row
+                    yield row
                     at = window.find(magic, at + 1)
         finally:
             self.system.close(fd)
 
-    def _fits(self, kind: int, session: int, ordinal: int, parent: int, size: int) -> bool:
-        """Whether what is left of a record can be what it says."""
+    def _fits(self, kind: int, session: int, ordinal: int, parent: int, stretches: int) -> bool:
+        """Whether what is left of a record can be what it says: a node that would be the next, but for others that are gone."""
         held = self.sessions.get(session)
-        if kind in (codec.SESSION, codec.ALIAS):
-            return kind == codec.ALIAS or held is None
         if kind == codec.NODE and held is not None and held.first is not None:
-            behind = ordinal - held.first - len(held.numbers)
-            return parent < ordinal and 0 <= behind <= size // _SMALLEST
-        return kind in (codec.HEAD, codec.OPENED) and held is not None
+            return parent < ordinal and 0 <= ordinal - held.first - len(held.numbers) <= stretches
+        return (
+            held is None
+            if kind == codec.SESSION
+            else kind == codec.ALIAS or (held is not None and kind in (codec.HEAD, codec.OPENED))
+        )
 
     def _begin(self, number: int, row: Any) -> None:
         """Take in a session."""
@@ -542,15 +544,15 @@ class Survey:
         seed, parents, sessions, bad = self.keys.seed, self.parents, self.sessions, self.bad
         starts, stops = self.starts, self.stops
         fields = (rows[name].tolist() for name in ("kind", "session", "offset", "length", "crc"))
-        data, begin, end = b"", 0, 0
+        told = 0
         fd = self.system.open(segment_path(self.segments, segment, "seg"), os.O_RDONLY)
         try:
+            window = Window(self.system, fd)
             for number, kind, session, offset, length, crc in zip(numbers, *fields, strict=True):
-                if offset < begin or offset + length > end:
-                    data = self.system.pread(fd, max(CHUNK, length), offset)
-                    begin, end = offset, offset + len(data)
+                if offset >= told:
                     self._tell(offset)
-                record = data[offset - begin : offset - begin + length]
+                    told = offset + CHUNK
+                record = window.get(offset, length)
                 if len(record) != length or crc32(record, seed ^ length) != crc:
                     raise Moved
                 if kind != codec.NODE:

@@ -1,0 +1,811 @@
+"""fsck, salvage and stats: what is damaged is found and named, what is sound is saved, and the old store stays as it is."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sessiontree import IncompatibleStore, MediaItem, Node, SessionStore, SessionTreeError, StoreFailed, codec
+from sessiontree.backends import frames, segment_log
+from sessiontree.backends.frames import ENTRY, End
+from sessiontree.backends.segment_log import SegmentLog
+from sessiontree.fsck import Report, fsck, salvage, stats
+from sessiontree.fsck.report import Examined
+from sessiontree.fsck.salvage import SalvageReport, _Salvage
+from sessiontree.fsck.survey import Survey, seed_of
+from sessiontree.journal import prefix_of
+from tests.disk import Disk
+from tests.disk_model import AT, all_seen, digest, golden, grow, logs_on, open_on, scheme_of
+from tests.test_store_disk import (
+    _hostile_sessions,
+    an_image,
+    damageable,
+    damages,
+    everything,
+    log_of,
+    records_of,
+    text_session,
+)
+from tests.toy import toy_scheme
+
+SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
+
+
+def report_of(disk: Disk) -> Report:
+    """What fsck says of a store on a disk of the tests' own."""
+    return Examined(Survey(AT, disk).read()).report()
+
+
+def saved(disk: Disk, new: Path) -> SalvageReport:
+    return _Salvage(Examined(Survey(AT, disk).read()), str(new), None).write()
+
+
+def entries_of(disk: Disk) -> Any:
+    log = SegmentLog.open(AT, entry_of=prefix_of, system=disk.copy(), read_only=True)
+    try:
+        return log.entries()
+    finally:
+        log.close()
+
+
+def flipped(disk: Disk, path: str, at: int, mask: int = 1) -> Disk:
+    copy = disk.copy()
+    copy.files[copy.names[path]][at] ^= mask
+    return copy
+
+
+def segment(number: int, suffix: str = "seg") -> str:
+    return frames.segment_path(f"{AT}/segments", number, suffix)
+
+
+def files_of(disk: Disk) -> dict[str, bytearray]:
+    return {path: disk.files[file] for path, file in disk.names.items() if file >= 0 and disk.files[file]}
+
+
+def whats(report: Report) -> list[str]:
+    found = [*report.damaged, *report.dangling, *report.wrong_ordinals, *report.cycles, *report.misleading]
+    return [finding.what for finding in found]
+
+
+def told(report: Report) -> bool:
+    """Whether there is anything to tell at all."""
+    return bool(
+        not report.ok or report.torn_bytes or report.sidecars or report.unreachable or report.strays or report.unreadable_bytes
+    )
+
+
+# what is sound --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sound_store_of_everything_is_sound() -> None:
+    disk, expected, _ = damageable()
+    report = report_of(disk)
+    assert report.ok and not told(report)
+    assert report.sessions == len(expected) and report.heads == sum(len(each["heads"]) for each in expected.values())
+    kinds = entries_of(disk)["kind"]
+    assert (report.records, report.nodes) == (len(kinds), np.count_nonzero(kinds == codec.NODE))
+    assert report.bytes == sum(len(data) for path, data in files_of(disk).items() if path.endswith(".seg"))
+    assert json.loads(json.dumps(report.to_dict()))["ok"] is True
+
+
+def test_sound_stores_of_every_family_are_sound_and_are_saved_as_they_are(tmp_path: Path) -> None:
+    disk = Disk()
+    with open_on(disk, segment_bytes=20_000) as store:
+        for name, history in golden():
+            grow(store.create(name, scheme=scheme_of(name, history)), history)
+        before = all_seen(store)
+    assert not told(report_of(disk))
+    made = saved(disk, tmp_path / "new")
+    assert (made.sessions, made.nodes) == (len(before), made.report.nodes)
+    assert not (made.lost_nodes or made.lost_sessions or made.lost_heads or made.cut_forks)
+    with SessionStore.open(tmp_path / "new") as store:
+        assert all_seen(store) == before
+    assert not told(fsck(tmp_path / "new"))
+
+
+def test_a_killed_writers_store_is_sound_and_its_torn_tail_is_no_damage() -> None:
+    disk = Disk()
+    store = open_on(disk, durability="commit")
+    session = text_session(store)
+    nodes = [session.append(session.root, [number] * 20) for number in range(10)]
+    killed = disk.copy()
+    store.close()
+    report = report_of(killed)
+    assert report.ok and not told(report) and report.nodes == 10
+    path = segment(1)
+    end = len(bytes(killed.content(".seg")).rstrip(b"\0"))
+    for cut in range(1, 60):  # into the last commit, which nobody vouches for
+        torn = killed.copy()
+        torn.files[torn.names[path]][end - cut :] = bytes(cut + 1000)
+        report = report_of(torn)
+        assert report.ok and report.nodes == 9
+        assert report.torn_bytes == len(bytes(torn.content(".seg")).rstrip(b"\0")) - int(_end_of(torn, nodes[8]))
+    report = report_of(flipped(killed, path, end + 500, 7))  # in what was allocated ahead
+    assert report.ok and report.nodes == 10 and report.torn_bytes == 501
+    report = report_of(flipped(killed, path, int(_end_of(killed, nodes[7])) - 30))
+    assert not report.ok and not report.torn_bytes and report.damaged[0].node_id == nodes[7].id
+    assert "what is left of it says" in report.damaged[0].what  # there is no sidecar yet
+
+
+def _end_of(disk: Disk, node: Node) -> int:
+    """Where the frame of a node's record ends."""
+    row = next(row for row in entries_of(disk) if row["id"].tobytes() == node.id)
+    return int(row["offset"]) + int(row["length"]) + frames.CRC.size
+
+
+# every byte -----------------------------------------------------------------------------------------------------------------
+
+
+def test_each_byte_of_a_store_that_is_flipped_is_found() -> None:
+    """All of a store that has one of everything, looked at whole each time; what is wrong is told from what can be made again."""
+    rng = random.Random(5)
+    disk, _, _ = damageable()
+    step = 1 if SOAK else 5
+    for path, data in files_of(disk).items():
+        for at in range(rng.randrange(step), len(data), step):
+            report = report_of(flipped(disk, path, at, 1 << rng.randrange(8) if at % 2 else rng.randrange(1, 256)))
+            if path.endswith(".idx"):
+                assert report.ok and [finding.path for finding in report.sidecars] == [os.path.relpath(path, AT)], at
+            else:
+                assert not report.ok and not report.torn_bytes and not report.sidecars, (path, at)
+                assert all(damage.path == os.path.relpath(path, AT) for damage in report.damaged), (path, at)
+                assert any(damage.offset is None or damage.offset - 60 <= at for damage in report.damaged), (path, at)
+
+
+def large(count: int) -> Disk:
+    """A store of so many nodes in segments of a few, with heads and forks, closed."""
+    rng = random.Random(count)
+    disk = Disk()
+    with open_on(disk, segment_bytes=900, durability="relaxed") as store:
+        sessions = [text_session(store, f"s{number}") for number in range(5)]
+        made: list[list[Node]] = [[session.root] for session in sessions]
+        for number in range(count):
+            which = rng.randrange(len(sessions))
+            session, nodes = sessions[which], made[which]
+            parent = nodes[-1] if rng.random() < 0.7 else rng.choice(nodes[-50:])
+            nodes.append(session.append(parent, rng.choices(range(2**31), k=rng.randrange(1, 9)), metadata={"n": number}))
+            if rng.random() < 0.1:
+                session.set_head("main", nodes[-1])
+            if rng.random() < 0.02:
+                sessions.append(store.fork(session, nodes[-1], f"fork {number}"))
+                made.append([nodes[-1]])
+            if number % 4 == 0:
+                store.flush()
+    return disk
+
+
+def part_of(disk: Disk, number: int) -> Disk:
+    """One segment of a store with the one behind it, as if nothing else were there."""
+    names = (f"{AT}/FORMAT", f"{AT}/segments", segment(number), segment(number, "idx"), segment(number + 1))
+    kept = {path: disk.names[path] for path in names if path in disk.names}
+    return Disk({AT: -1, **kept}, {file: bytearray(disk.files[file]) for file in kept.values() if file >= 0})
+
+
+def every_flip(disk: Disk, shard: int, shards: int, step: int) -> int:
+    """Flip bytes of every segment and sidecar of a store, and look at that segment alone: how many were found."""
+    rng = random.Random(shard)
+    survey = Survey(AT, disk)
+    scan = survey.scan()
+    start = End(1)
+    found = 0
+    for number in scan.segments():
+        rows, stretches = survey.look(scan, number)
+        assert not stretches and not survey.sidecars and len(rows)
+        if number % shards == shard:
+            part = part_of(disk, number)
+            alone = Survey(AT, part)
+            for path in (segment(number), segment(number, "idx")):
+                data = part.content(path)
+                for at in range(rng.randrange(step), len(data), step):
+                    mask = 1 << rng.randrange(8) if at % 2 else rng.randrange(1, 256)
+                    data[at] ^= mask
+                    again = alone.scan(start)
+                    next(again.segments())
+                    sound, stretches = alone.look(again, number)
+                    if path.endswith(".idx"):
+                        assert alone.sidecars and not stretches and sound.tobytes() == rows.tobytes(), (path, at)
+                    else:
+                        assert stretches and not alone.sidecars and set(map(bytes, sound)) <= set(map(bytes, rows)), (path, at)
+                    data[at] ^= mask
+                    alone.stretches.clear()
+                    alone.sidecars.clear()
+                    found += 1
+        start = scan.at._replace(segment=number + 1, offset=0, frame=0, frame_crc=0)
+    assert not scan.torn
+    return found
+
+
+def test_each_byte_of_some_hundred_nodes_that_is_flipped_is_found() -> None:
+    disk = large(400)
+    assert not told(report_of(disk))
+    assert every_flip(disk, 0, 1, 13) > 5000
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("shard", range(16))
+def test_each_byte_of_ten_thousand_nodes_that_is_flipped_is_found(shard: int) -> None:
+    disk = large(10_000)
+    size = sum(map(len, files_of(disk).values()))
+    assert not told(report_of(disk))
+    assert every_flip(disk, shard, 16, 1) > size // 20
+
+
+def test_each_byte_of_features_that_is_flipped_is_found(tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path / "s") as store:
+        session = store.create("s", scheme=toy_scheme())
+        item = an_image()
+        session.append(session.root, _around(item), media=[item])
+        store.put_features(item, {"pixels": np.arange(40, dtype=np.float32)})
+    assert not told(fsck(tmp_path / "s"))
+    [name] = [path for path in (tmp_path / "s" / "blobs").rglob("*") if path.is_file()]
+    whole = name.read_bytes()
+    for at in range(0, len(whole), 1 if SOAK else 7):
+        name.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+        [damage] = fsck(tmp_path / "s").damaged
+        assert damage.path == str(name.relative_to(tmp_path / "s"))
+    name.write_bytes(whole[:-1])
+    assert len(fsck(tmp_path / "s").damaged) == 1
+
+
+def _around(item: MediaItem) -> list[int]:
+    [(start, length)] = item.spans
+    return list(range(100, 100 + start + length + 1))
+
+
+# names ----------------------------------------------------------------------------------------------------------------------
+
+
+def descendants(disk: Disk) -> dict[tuple[int, int], set[bytes]]:
+    """Of each own node of each session, (session, ordinal), the ids of all that hangs on it, in forks too; in the slowest way."""
+    above: dict[tuple[int, int], tuple[int, int]] = {}
+    ids: dict[tuple[int, int], bytes] = {}
+    tips: dict[int, tuple[int, int]] = {}
+    for record in map(codec.decode, records_of(disk)):
+        if isinstance(record, codec.SessionRecord) and record.tip is not None:
+            tips[record.session] = record.tip
+        if isinstance(record, codec.NodeRecord):
+            ids[record.session, record.ordinal] = record.id
+            above[record.session, record.ordinal] = record.session, record.parent
+
+    def path_of(session: int) -> list[tuple[int, int]]:
+        """A fork's path by depth, the root first."""
+        if session not in tips:
+            return [(session, 0)]
+        at = real(*tips[session])
+        path = [at]
+        while at in above:
+            at = real(*above[at])
+            path.append(at)
+        return path[::-1]
+
+    def real(session: int, ordinal: int) -> tuple[int, int]:
+        return (session, ordinal) if (session, ordinal) in ids else path_of(session)[ordinal]
+
+    found: dict[tuple[int, int], set[bytes]] = {place: set() for place in ids}
+    for place, node_id in ids.items():
+        at = place
+        while at in above:
+            at = real(*above[at])
+            if at in ids:
+                found[at].add(node_id)
+    return found
+
+
+@pytest.mark.parametrize("sidecars", [True, False])
+def test_damage_is_named_with_all_that_hangs_on_it(sidecars: bool) -> None:
+    disk, _, _ = damageable()
+    hang = descendants(disk)
+    if not sidecars:
+        for name in [name for name in disk.names if name.endswith(".idx")]:
+            disk.unlink(name)
+    named = 0
+    for row in entries_of(disk):
+        if row["kind"] != codec.NODE or int(row["length"]) < 80:
+            continue
+        report = report_of(flipped(disk, segment(int(row["segment"])), int(row["offset"]) + 70))
+        [damage] = report.damaged
+        assert (damage.segment, damage.offset, damage.node_id) == (row["segment"], row["offset"], row["id"].tobytes())
+        assert damage.session_id is not None and f"node {row['ordinal']} of session {damage.session_id!r}" in damage.what
+        assert ("what is left" in damage.what) == (not sidecars)
+        assert set(damage.dependents) == hang[int(row["session"]), int(row["ordinal"])]
+        assert len(set(damage.dependents)) == len(damage.dependents)
+        named += 1
+        plain = json.loads(json.dumps(report.to_dict()))["damaged"][0]
+        assert plain["node_id"] == row["id"].tobytes().hex() and len(plain["dependents"]) == len(damage.dependents)
+    assert named > 20
+
+
+def test_each_node_is_named_under_the_nearest_damage_above_it() -> None:
+    disk = Disk()
+    with open_on(disk) as store:
+        session = text_session(store)
+        node = session.root
+        path = [node := session.append(node, [number] * 30) for number in range(10)]
+        store.flush()
+    rows = {row["ordinal"]: row for row in entries_of(disk) if row["kind"] == codec.NODE}
+    for ordinal in (3, 6):
+        disk = flipped(disk, segment(1), int(rows[ordinal]["offset"]) + 70)
+    first, second = report_of(disk).damaged
+    assert (first.node_id, second.node_id) == (path[2].id, path[5].id)
+    assert first.dependents == (path[3].id, path[4].id) and second.dependents == tuple(node.id for node in path[6:])
+
+
+def test_a_session_whose_record_is_damaged_takes_its_nodes_and_forks_along() -> None:
+    disk = Disk()
+    with open_on(disk) as store:
+        session, other = text_session(store), text_session(store, "other")
+        node = session.append(session.append(session.root, [1]), [2])
+        fork = store.fork(session, node, "fork")
+        last = fork.append(node, [3])
+        kept = other.append(other.root, [4])
+        session.set_head("main", node)
+    row = entries_of(disk)[0]
+    report = report_of(flipped(disk, segment(1), int(row["offset"]) + 90))
+    [damage] = report.damaged
+    assert "the record of session 0" in damage.what and damage.node_id is None
+    assert node.parent is not None
+    assert set(damage.dependents) == {node.parent.id, node.id, last.id} and kept.id not in damage.dependents
+    assert [finding.what for finding in report.dangling] == ["session 'fork' is a fork of node 2 of session 0, which is missing"]
+
+
+def test_heads_and_forks_of_what_is_damaged_are_dangling() -> None:
+    disk = Disk()
+    with open_on(disk) as store:
+        session = text_session(store)
+        one = session.append(session.root, [1] * 30)
+        two = session.append(one, [2] * 30)
+        for name, node in (("root", session.root), ("one", one), ("two", two)):
+            session.set_head(name, node)
+        store.fork(session, two, "fork")
+    row = next(row for row in entries_of(disk) if row["id"].tobytes() == one.id)
+    report = report_of(flipped(disk, segment(1), int(row["offset"]) + 80))
+    assert [finding.what for finding in report.dangling] == [
+        "session 'fork' is a fork of node 2 of session 's', which rests on damage",
+        "head 'one' of session 's' is at node 1, which is damaged",
+        "head 'two' of session 's' is at node 2, which rests on damage",
+    ]
+    assert [finding.node_id for finding in report.dangling] == [two.id, one.id, two.id]
+
+
+# what contradicts itself ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(24))
+def test_records_that_contradict_each_other_are_found(number: int) -> None:
+    """Whatever a store refuses to read, and what it reads in one of two ways."""
+    given = list(_hostile_sessions())[number]
+    disk = log_of([each if isinstance(each, bytes) else codec.encode(each) for each in given])
+    try:
+        with open_on(disk.copy()) as store:
+            all_seen(store)
+        readable = True
+    except SessionTreeError:
+        readable = False
+    report = report_of(disk)
+    assert report.ok == (number in (20, 23)) and (readable or not report.ok)
+
+
+def _chain() -> tuple[list[bytes], list[Node]]:
+    with SessionStore.in_memory() as store:
+        session = text_session(store)
+        node = session.root
+        nodes = [node := session.append(node, [number]) for number in range(4)]
+        root = session.root
+        start = codec.SessionRecord(
+            0, "s", root.scheme.name, tuple(sorted(root.scheme.params.items())), root.namespace, "", session.tree.limits, root.id
+        )
+        return [codec.encode(start), *[codec.encode_node(0, n + 1, n, each) for n, each in enumerate(nodes)]], nodes
+
+
+def test_wrong_ordinals_cycles_and_orphans_are_told_apart() -> None:
+    (start, one, two, three, four), nodes = _chain()
+
+    def at(record: bytes, ordinal: int, parent: int) -> bytes:
+        return record[:9] + ordinal.to_bytes(4, "big") + record[13:14] + parent.to_bytes(4, "big") + record[18:]
+
+    assert report_of(log_of([start, one, two, three, four])).ok
+    skipped = report_of(log_of([start, one, two, at(three, 7, 2)]))
+    assert [finding.what for finding in skipped.wrong_ordinals] == ["no node of session 's' is 3, 4, 5, 6"]
+    far = report_of(log_of([start, one, two, at(three, 2**31, 2)]))
+    assert [finding.node_id for finding in far.wrong_ordinals] == [nodes[2].id]
+    twice = report_of(log_of([start, one, two, at(three, 2, 1)]))
+    assert "there twice" in twice.wrong_ordinals[0].what and twice.wrong_ordinals[0].node_id == nodes[2].id
+    low = report_of(log_of([start, one, at(two, 0, 0)]))
+    assert low.wrong_ordinals and low.cycles
+    cycle = report_of(log_of([start, one, at(two, 2, 3), at(three, 3, 2)]))
+    assert [finding.node_id for finding in cycle.cycles] == [nodes[1].id] and cycle.damaged[0].dependents == (nodes[2].id,)
+    orphans = report_of(log_of([start, one, three, four]))
+    assert [finding.what for finding in orphans.dangling] == ["node 2 of session 's' is missing"]
+    assert orphans.dangling[0].dependents == (nodes[2].id, nodes[3].id)
+    none = report_of(log_of([one, two]))
+    assert [finding.what for finding in none.dangling] == ["the record of session 0 is missing"]
+    assert report_of(log_of([start, one, one, two])).repeated == 1
+    assert report_of(log_of([start, one, one, two])).ok
+
+
+def test_records_may_come_before_what_they_rest_on() -> None:
+    """As they may after nodes were moved within the log."""
+    disk, _, _ = damageable()
+    records = records_of(disk)
+    sound = report_of(disk)
+    for seed in range(20 if SOAK else 4):
+        shuffled = list(records)
+        random.Random(seed).shuffle(shuffled)
+        report = report_of(log_of(shuffled))
+        assert (report.ok, report.nodes, report.damaged, report.dangling) == (True, sound.nodes, (), ())
+
+
+@pytest.mark.parametrize("changed", [{"role": "tool"}, {"key": "k"}, {"data": bytes(8)}, {"id": bytes(32)}])
+def test_content_is_checked_against_the_id(changed: dict[str, Any]) -> None:
+    disk, _, _ = damageable()
+    records = records_of(disk)
+    at = next(n for n, data in enumerate(records) if codec.entry_of(data).kind == codec.NODE and len(data) > 300)
+    node = codec.decode(records[at])
+    assert isinstance(node, codec.NodeRecord)
+    hostile = node._replace(**changed)
+    if "data" in changed:
+        hostile = node._replace(data=bytes(len(node.data)))
+    records[at] = codec.encode(hostile)
+    report = report_of(log_of(records))
+    assert report.damaged[0].node_id == hostile.id and "holds the content of" in report.damaged[0].what
+
+
+def test_what_is_no_record_is_damage_and_what_a_later_version_wrote_is_counted() -> None:
+    disk, _, _ = damageable()
+    records = records_of(disk)
+    for change in ((codec.NODE, 2), (9, 2), (200, 255)):
+        later = bytes((records[-1][0], *change)) + records[-1][3:]
+        report = report_of(log_of([*records, later, later[:3]]))
+        assert report.ok and report.unknown_records == 2
+    foreign = Disk()
+    log = SegmentLog.open(AT, entry_of=lambda record: bytes(frames.PREFIX_SIZE), system=foreign)
+    for record in (*records, b"\x98\x02\x01 no record", b""):
+        log.enqueue([(record, bytes(frames.PREFIX_SIZE))])
+    log.close()
+    for name in [name for name in foreign.names if name.endswith(".idx")]:
+        foreign.unlink(name)
+    report = report_of(foreign)
+    assert [damage.what for damage in report.damaged] == ["a record of no known kind"] * 2
+
+
+# sidecars, FORMAT, and what else lies there ---------------------------------------------------------------------------------
+
+
+def test_a_sidecar_with_wrong_entries_is_misleading(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, _, _ = damageable()
+    survey = Survey(AT, disk)
+    scan = survey.scan()
+    scan.walk()
+    rows = np.frombuffer(b"".join(scan.take()), ENTRY).copy()
+    start, end, _ = scan.walked[0]
+    rows = rows[rows["segment"] == 1][: end.records]
+    path = segment(1, "idx")
+    for field, value in (("ordinal", 9), ("parent", 3), ("offset", 77), ("id", bytes(32))):
+        wrong = rows.copy()
+        wrong[field][len(rows) // 2] = value
+        copy = disk.copy()
+        copy.files[copy.names[path]][:] = frames.block_of(survey.keys, start, end, wrong)
+        report = report_of(copy)
+        assert not report.ok and [finding.path for finding in report.misleading] == ["segments/00000001.idx"]
+        assert not report.damaged and not report.sidecars
+    copy.files[copy.names[path]][:] = frames.block_of(survey.keys, start, end, rows)
+    assert not told(report_of(copy))
+
+
+def test_a_store_without_its_format_is_read_by_what_frames_say(tmp_path: Path) -> None:
+    disk, expected, _ = damageable()
+    sound = report_of(disk)
+    for how in ("gone", "empty", "other"):
+        copy = disk.copy()
+        data = copy.content("FORMAT")
+        if how == "gone":
+            copy.unlink(f"{AT}/FORMAT")
+        else:
+            data[:] = b"" if how == "empty" else b"sessiontree log 9 whatever 00000000\n"
+        report = report_of(copy)
+        assert [damage.path for damage in report.damaged] == ["FORMAT"]
+        assert (report.nodes, report.records) == (sound.nodes, sound.records)
+        saved(copy, tmp_path / how)
+        with SessionStore.open(tmp_path / how) as store:
+            assert all_seen(store) == expected
+
+
+def test_what_seeds_a_checksum_is_found_from_it() -> None:
+    rng = random.Random(3)
+    for length in range(40):
+        data, seed = rng.randbytes(length), rng.getrandbits(32)
+        assert seed_of(data, frames.crc32(data, seed)) == seed
+
+
+def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "FORMAT").write_text("something else")
+    with SessionStore.open(tmp_path / "later") as store:
+        text_session(store)
+    body = (tmp_path / "later" / "FORMAT").read_bytes().rpartition(b" ")[0].replace(b" 1 ", b" 2 ")
+    (tmp_path / "later" / "FORMAT").write_bytes(body + b" %08x\n" % frames.crc32(body))
+    before = (tmp_path / "later" / "FORMAT").read_bytes()
+    for name in ("empty", "other", "later", "nowhere", "file"):
+        for call in (fsck, stats, lambda path: salvage(path, tmp_path / "new")):
+            with pytest.raises((IncompatibleStore, StoreFailed)):
+                call(tmp_path / name)
+    assert (tmp_path / "later" / "FORMAT").read_bytes() == before and not (tmp_path / "new").exists()
+
+
+def test_what_nothing_needs_is_told_and_is_no_fault(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with SessionStore.open(path) as store:
+        session = store.create("s", scheme=toy_scheme())
+        item, other = an_image(1), an_image(2)
+        session.append(session.root, _around(item), media=[item])
+        store.put_features(item, np.arange(3))
+        store.put_features(other, np.arange(4))
+        store.alias_media("known", item)
+        store.alias_media("unknown", other)
+        store.alias_media("dropped", other)
+        store.drop_alias("dropped")
+    (path / "blobs" / "0.tmp").write_bytes(b"half")
+    (path / "segments" / "00000001.idx.new").write_bytes(b"half")
+    (path / "notes.txt").write_text("mine")
+    report = fsck(path)
+    assert report.ok and report.strays == ("notes.txt", "segments/00000001.idx.new", "blobs/0.tmp")
+    features, alias = report.unreachable
+    name = sha256(codec.pack(other.content())).hexdigest()
+    assert features.path == f"blobs/{name[:2]}/{name}" and "'unknown'" in alias.what
+    assert (report.aliases, report.features) == (2, 2)
+
+
+# it only looks --------------------------------------------------------------------------------------------------------------
+
+
+class OnlyRead(Disk):
+    """A disk that is read and nothing else."""
+
+    def open(self, path: str, flags: int) -> int:
+        assert flags == os.O_RDONLY, path
+        return super().open(path, flags)
+
+    def _call(self, name: str) -> Any:
+        raise AssertionError(name)
+
+    def flock(self, fd: int) -> bool:
+        raise AssertionError("locked")
+
+
+def test_the_store_is_only_read(tmp_path: Path) -> None:
+    disk, _, _ = damageable()
+    for copy, _ in damages(disk, random.Random(7), 40):
+        state = OnlyRead(copy.names, copy.files)
+        before = {file: bytes(data) for file, data in state.files.items()}
+        Examined(Survey(AT, state).read()).report()
+        assert not state.trace and not state._handles and before == {file: bytes(data) for file, data in state.files.items()}
+    path = tmp_path / "s"
+    with SessionStore.open(path) as store:  # which holds the lock
+        everything(store)
+        store.put_features(an_image(), np.arange(3))
+        store.flush()
+
+        def state_of() -> dict[str, Any]:
+            return {str(file): (file.stat().st_mtime_ns, file.is_file() and file.read_bytes()) for file in path.rglob("*")}
+
+        before = state_of()
+        fsck(path)
+        stats(path)
+        salvage(path, tmp_path / "new")
+        assert state_of() == before
+
+
+@pytest.mark.parametrize("durability", ["commit", "group", "relaxed"])
+def test_it_works_beside_a_process_that_writes(durability: Any, tmp_path: Path) -> None:
+    done = threading.Event()
+    flushed = [0]
+    with logs_on(segment_log._SYSTEM, segment_bytes=20_000):
+        store = SessionStore.open(tmp_path / "s", durability=durability)
+
+    def write() -> None:
+        session = text_session(store)
+        node = session.root
+        number = 0
+        while not done.is_set():
+            node = session.append(node if node.depth < 50 else session.root, [number] * 20)
+            session.set_head("main", node)
+            number += 1
+            if number % 20 == 0:
+                store.flush()
+                flushed[0] = number
+            time.sleep(0.0005)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        last = 0
+        end = time.monotonic() + (20 if SOAK else 1.5)
+        while time.monotonic() < end:
+            before = flushed[0]
+            if not before:
+                continue
+            report = fsck(tmp_path / "s")
+            assert report.ok, whats(report)
+            assert report.nodes >= max(before, last)
+            last = report.nodes
+    finally:
+        done.set()
+        writer.join()
+        store.close()
+    assert last > 50 and not told(fsck(tmp_path / "s"))
+
+
+class TakenBack(Disk):
+    """A disk on which a writer takes back its last frame after it was looked at once."""
+
+    def close(self, fd: int) -> None:
+        path = self._open_file(fd)
+        super().close(fd)
+        if path == self.names[segment(1)] and self.left:
+            self.left -= 1
+            if not self.left:
+                self.files[path][self.end :] = b""
+
+    left = 0
+    end = 0
+
+
+def test_what_a_writer_takes_back_meanwhile_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk()
+    store = open_on(disk, durability="commit")
+    session = text_session(store)
+    one = session.append(session.root, [1])
+    session.append(one, [2])
+    killed = disk.copy()
+    store.close()
+    taken = TakenBack(killed.names, killed.files)
+    taken.end = _end_of(killed, one)
+    calls: list[Survey] = []
+    real = Survey.__init__
+
+    def on_disk(self: Survey, path: Any, system: Any = None, progress: Any = None) -> None:
+        calls.append(self)
+        real(self, path, taken, progress)
+
+    monkeypatch.setattr(Survey, "__init__", on_disk)
+    taken.left = 2  # its size; then the scan
+    report = fsck(AT)
+    assert len(calls) == 2 and report.ok and report.nodes == 1
+
+
+class BadSectors(Disk):
+    """A disk that cannot read some pages."""
+
+    bad: frozenset[int] = frozenset()
+
+    def pread(self, fd: int, length: int, offset: int) -> bytes:
+        if self._open_file(fd) == self.names[segment(1)] and any(
+            offset < page + 4096 and page < offset + length for page in self.bad
+        ):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().pread(fd, length, offset)
+
+
+def test_pages_that_cannot_be_read_are_damage_and_the_rest_is_saved(tmp_path: Path) -> None:
+    disk = Disk()
+    with open_on(disk) as store:
+        session = text_session(store)
+        nodes = [session.append(session.root, [number] * 200) for number in range(100)]
+    bad = BadSectors(disk.names, disk.files)
+    bad.bad = frozenset((20_480, 40_960))
+    report = report_of(bad)
+    assert not report.ok and report.unreadable_bytes >= 2 * 4096
+    lost = {damage.node_id for damage in report.damaged}
+    assert 8 <= len(lost) <= 14 and not report.dangling
+    saved(bad, tmp_path / "new")
+    with SessionStore.open(tmp_path / "new") as store:
+        assert {node.id for node in store.get("s").tree} == {session.root.id, *(node.id for node in nodes)} - lost
+
+
+def test_memory_is_that_of_an_index(tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path / "s", durability="relaxed") as store:
+        session = text_session(store)
+        for number in range(400):
+            session.append(session.root, np.full(20_000, number, np.int32))
+    fsck(tmp_path / "s")
+    tracemalloc.start()
+    try:
+        report = fsck(tmp_path / "s")
+        assert report.bytes > 30_000_000 and report.ok
+        assert tracemalloc.get_traced_memory()[1] < 6_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_progress_goes_from_nothing_to_all(tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path / "s", durability="relaxed") as store:
+        session = text_session(store)
+        for number in range(100):
+            session.append(session.root, np.full(20_000, number, np.int32))
+        store.put_features(an_image(), np.arange(100_000))
+
+    def watch(call: Any) -> None:
+        steps: list[tuple[int, int]] = []
+        call(lambda done, total: steps.append((done, total)))
+        assert len({total for _, total in steps}) == 1 and len(steps) > 5
+        assert [done for done, _ in steps] == sorted(done for done, _ in steps) and steps[-1][0] == steps[-1][1]
+
+    watch(lambda progress: fsck(tmp_path / "s", progress=progress))
+    watch(lambda progress: stats(tmp_path / "s", progress=progress))
+    watch(lambda progress: salvage(tmp_path / "s", tmp_path / "new", progress=progress))
+
+
+# saving ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def saved_store(disk: Disk, new: Path) -> Iterator[tuple[SalvageReport, SessionStore]]:
+    made = saved(disk, new)
+    store = SessionStore.open(new)
+    try:
+        yield made, store
+    finally:
+        store.close()
+        shutil.rmtree(new)
+
+
+def test_all_that_is_undamaged_is_saved_and_nothing_else(tmp_path: Path) -> None:
+    """Against what a store serves that is opened with strict=False, which is at most as much, and against all there was."""
+    disk, expected, nodes = damageable()
+    whole = more = 0
+    for copy, what in damages(disk, random.Random(11), 600 if SOAK else 60):
+        report = report_of(copy)
+        served = set()
+        if "FORMAT" not in what:
+            with open_on(copy.copy(), strict=False, read_only=True) as store:
+                for name, node_id in nodes:
+                    try:
+                        assert digest(store.get(name).node(node_id)) == nodes[name, node_id]
+                        served.add((name, node_id))
+                    except SessionTreeError:
+                        pass
+        with saved_store(copy, tmp_path / "new") as (made, store):
+            there = {(name, node.id): node for name in store.sessions() for node in store.get(name).tree}
+            assert served <= there.keys() <= nodes.keys(), what
+            # The sessions of a fork name the nodes of its path too.
+            assert {node_id for _, node_id in nodes.keys() - there.keys()} <= {*made.lost_nodes, *_roots(expected)} | _unnamed(
+                report, nodes, there
+            ), what
+            for place, node in there.items():
+                assert digest(node) == nodes[place], what
+            for name in store.sessions():
+                before = {head: (node_id, version) for head, node_id, version in expected[name]["heads"]}
+                for head, node in store.get(name).heads.items():
+                    assert before.get(head, (None,))[0] == node.id or not report.ok, what
+                node = store.get(name).append(store.get(name).root, [99])
+                assert node.id in store.get(name).tree
+            whole += there.keys() == nodes.keys()
+            more += len(there) > len(served)
+        assert not report.ok or there.keys() == nodes.keys(), what
+    assert whole > 10 and more > 3
+
+
+def _roots(expected: dict[str, Any]) -> set[bytes]:
+    return {each["root"] for each in expected.values()}
+
+
+def _unnamed(report: Report, nodes: Any, there: Any) -> set[bytes]:
+    """Nodes of which nothing is left, not even a name: where bytes are gone that no sidecar covers, or a cut tail."""
+    blind = report.torn_bytes or any(damage.node_id is None for damage in report.damaged)
+    return {node_id for _, node_id in nodes.keys() - there.keys()} if blind else set()

@@ -14,13 +14,15 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from sessiontree import MediaItem, SessionStore, media_identity
+from sessiontree import IncompatibleStore, MediaItem, SessionStore, media_identity
+from sessiontree.fsck import fsck
 from tests.disk_model import DURABILITIES
 
 ROOT = Path(__file__).parents[1]
@@ -152,6 +154,8 @@ class Run:
 def check(run: Run, durability: str) -> None:
     """What is there after a run, and only that."""
     assert {kind for _, kind, _ in run.refused} <= {"StoreFailed"}
+    with suppress(IncompatibleStore):  # where the store was not even made
+        assert fsck(run.path).ok
     assert run.refused or not run.hurt, "a write or a sync of a segment failed, and nobody was told"
     with SessionStore.open(run.path, durability="commit") as store:
         if "s" not in store.sessions():
@@ -242,3 +246,61 @@ def test_d08_a_writer_that_dies_at_a_call_loses_nothing(tmp_path: Path) -> None:
         run = Run(folder, "commit", CALLS[kind], KILL, 3 + number)
         assert run.killed and run.hit
         check(run, "commit")
+
+
+CHANGES = (
+    "creat,unlink,unlinkat,rename,renameat,renameat2,mkdir,mkdirat,rmdir,link,linkat,symlink,symlinkat,chmod,fchmod,utimensat,"
+    "truncate,ftruncate,fallocate,write,pwrite64,writev,pwritev,pwritev2,fsync,fdatasync,flock"
+)
+LOOK = """
+import sys
+from sessiontree.fsck import fsck, salvage, stats
+fsck(sys.argv[1])
+stats(sys.argv[1])
+salvage(sys.argv[1], sys.argv[2])
+"""
+
+
+def test_fsck_opens_a_store_to_read_alone_and_changes_nothing_in_it(tmp_path: Path) -> None:
+    run = Run(tmp_path, "commit", CALLS["sync"])
+    trace, new = tmp_path / "looked", tmp_path / "new"
+    command = ["strace", "-f", "-y", "--seccomp-bpf", "-o", str(trace), "-e", f"trace={named(CHANGES)},?open,openat"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, sys.executable, "-B", "-c", LOOK, str(run.path), str(new)], env=environment, check=True, timeout=60)
+    calls = [line.split(maxsplit=1)[1] for line in trace.read_text().splitlines()]
+    there = [call for call in calls if f"{run.path}/" in call or f"{run.path}>" in call or f'{run.path}"' in call]
+    assert len(there) > 10 and all(call.startswith("open") and "O_RDONLY" in call for call in there)
+    assert any(call.startswith(("pwrite", "write")) and str(new) in call for call in calls)
+
+
+SAVE = """
+import sys
+from sessiontree import SessionTreeError
+from sessiontree.fsck import salvage
+try:
+    salvage(sys.argv[1], sys.argv[2])
+except SessionTreeError as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize(("kind", "n"), [("write", 2), ("sync", 2), ("fsync", 2), ("rename", 1), ("rename", 3)])
+def test_a_full_disk_is_a_typed_error_of_salvage(kind: str, n: int, tmp_path: Path) -> None:
+    run = Run(tmp_path, "commit", CALLS["sync"])
+    trace = tmp_path / "looked"
+    command = [
+        "strace",
+        "-f",
+        "--seccomp-bpf",
+        "-o",
+        str(trace),
+        "-e",
+        f"trace={named(CALLS[kind])}",
+        "-e",
+        f"inject={named(CALLS[kind])}:error=ENOSPC:when={n}",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    python = [sys.executable, "-B", "-c", SAVE, str(run.path), str(tmp_path / "new")]
+    done = subprocess.run([*command, *python], env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert "(INJECTED)" in trace.read_text() and done.stdout == "StoreFailed\n"
+    assert fsck(run.path).ok

@@ -79,7 +79,11 @@ _KINDS = {
 
 def stats(path: str | os.PathLike[str], *, progress: Progress | None = None) -> Stats:
     """Count what is sound in a store, which is read from end to end. As :func:`fsck`."""
-    survey = surveyed(path, progress)
+    return counted(surveyed(path, progress))
+
+
+def counted(survey: Survey) -> Stats:
+    """What a survey amounts to."""
     rows, lost = survey.rows, Examined(survey).lost
     kinds = rows["kind"]
     sizes = rows["length"].astype(np.int64) + HEAD.size

@@ -331,6 +331,49 @@ def test_damage_is_named_with_all_that_hangs_on_it(sidecars: bool) -> None:
     assert named > 20
 
 
+def test_what_is_left_of_a_record_is_believed_as_far_as_it_fits() -> None:
+    """Without sidecars: an id that is damaged itself does not condemn the children, and an ordinal that cannot be names nobody."""
+    disk = Disk()
+    with open_on(disk) as store:
+        session = text_session(store)
+        node = session.root
+        path = [node := session.append(node, [number] * 30) for number in range(6)]
+        side = session.append(path[3], [70] * 30)
+        fork = store.fork(session, path[4], "fork")
+        last = fork.append(path[4], [80] * 30)
+    disk.unlink(segment(1, "idx"))
+    row = next(row for row in entries_of(disk) if row["id"].tobytes() == path[2].id)
+    offset = int(row["offset"])
+    behind = {node.id for node in (*path[3:], side, last)}
+    report = report_of(flipped(disk, segment(1), offset + 30))  # in its id
+    [damage] = report.damaged
+    assert damage.node_id != path[2].id and set(damage.dependents) == behind
+    for at in (offset + 9, offset - 12):  # its ordinal, far too great; what a record's head begins with
+        report = report_of(flipped(disk, segment(1), at, 255))
+        [damage] = report.damaged
+        assert damage.node_id is None and damage.session_id is None and damage.dependents == ()
+        assert not report.wrong_ordinals
+        fork_of, missing = sorted(report.dangling, key=lambda finding: "fork" not in finding.what)
+        assert missing.what == "node 3 of session 's' is missing" and set(missing.dependents) == behind
+        assert fork_of.what == "session 'fork' is a fork of node 5 of session 's', which rests on damage"
+    row = next(row for row in entries_of(disk) if row["id"].tobytes() == path[5].id)  # a leaf: nothing misses it
+    report = report_of(flipped(disk, segment(1), int(row["offset"]) - 12))
+    assert len(report.damaged) == 1 and not report.dangling and not report.wrong_ordinals
+
+
+def test_a_record_that_is_there_once_more_is_not_missed(tmp_path: Path) -> None:
+    """An interrupted writer may tell of the same twice."""
+    (start, one, two, *_), nodes = _chain()
+    disk = log_of([start, one, one, two])
+    first, second = (int(row["offset"]) for row in entries_of(disk)[1:3])
+    for offset in (first, second):
+        broken = flipped(disk, segment(1), offset + 65)
+        report = report_of(broken)
+        assert [damage.dependents for damage in report.damaged] == [()] and not report.dangling
+        with saved_store(broken, tmp_path / "new") as (made, store):
+            assert made.nodes == 2 and [node.id for node in store.get("s").tree][1:] == [node.id for node in nodes[:2]]
+
+
 def test_each_node_is_named_under_the_nearest_damage_above_it() -> None:
     disk = Disk()
     with open_on(disk) as store:
@@ -466,6 +509,34 @@ def test_content_is_checked_against_the_id(changed: dict[str, Any]) -> None:
     assert report.damaged[0].node_id == hostile.id and "holds the content of" in report.damaged[0].what
 
 
+def test_positions_are_checked_against_the_scheme_and_the_parent() -> None:
+    disk, _, _ = damageable()
+    records = records_of(disk)
+    at = [n for n, data in enumerate(records) if codec.entry_of(data).kind == codec.NODE][2]
+    node = codec.decode(records[at])
+    assert isinstance(node, codec.NodeRecord)
+    state = node.state
+    for changed, what in (
+        (state._replace(num_tokens=state.num_tokens + 1), "it begins after"),
+        (state._replace(next_position=float(state.next_position)), "no such numbers"),
+        (state._replace(carried=(1, 2, 3, 4, 5)), "carries 5 numbers"),
+    ):
+        records[at] = codec.encode(node._replace(state=changed))
+        report = report_of(log_of(records))
+        assert [damage.node_id for damage in report.damaged][:1] == [node.id] and what in report.damaged[0].what
+        assert len(report.damaged[0].dependents) > 5
+
+
+def test_a_root_and_the_forks_of_it_are_checked() -> None:
+    (start, *_), _ = _chain()
+    record = codec.decode(start)
+    assert isinstance(record, codec.SessionRecord)
+    report = report_of(log_of([codec.encode(record._replace(root_id=bytes(32)))]))
+    assert "holds the content of" in report.damaged[0].what
+    report = report_of(log_of([start, codec.encode(record._replace(session=1, session_id="f", scheme="", params=(), tip=(1, 0)))]))
+    assert len(report.cycles) == 1 and not report.dangling and not report.ok
+
+
 def test_what_is_no_record_is_damage_and_what_a_later_version_wrote_is_counted() -> None:
     disk, _, _ = damageable()
     records = records_of(disk)
@@ -487,7 +558,7 @@ def test_what_is_no_record_is_damage_and_what_a_later_version_wrote_is_counted()
 # sidecars, FORMAT, and what else lies there ---------------------------------------------------------------------------------
 
 
-def test_a_sidecar_with_wrong_entries_is_misleading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sidecar_with_wrong_entries_is_misleading() -> None:
     disk, _, _ = damageable()
     survey = Survey(AT, disk)
     scan = survey.scan()
@@ -504,6 +575,11 @@ def test_a_sidecar_with_wrong_entries_is_misleading(monkeypatch: pytest.MonkeyPa
         report = report_of(copy)
         assert not report.ok and [finding.path for finding in report.misleading] == ["segments/00000001.idx"]
         assert not report.damaged and not report.sidecars
+    later = start._replace(sequence=start.sequence + 3)
+    for data in (frames.block_of(survey.keys, later, end, rows), frames.block_of(survey.keys, start, end, rows) + b"x"):
+        copy.files[copy.names[path]][:] = data  # readers pass over these
+        report = report_of(copy)
+        assert report.ok and [finding.path for finding in report.sidecars] == ["segments/00000001.idx"]
     copy.files[copy.names[path]][:] = frames.block_of(survey.keys, start, end, rows)
     assert not told(report_of(copy))
 
@@ -831,6 +907,7 @@ def test_a_fork_of_what_is_lost_begins_where_it_can(tmp_path: Path) -> None:
             path.append(session.append(path[-1], [number] * 30))
         session.set_head("main", path[6])
         session.set_head("first", path[2])
+        session.set_head("root", path[0])
         fork = store.fork(session, path[5], "fork")
         deep = fork.append(path[5], [7] * 30)
         high = fork.append(fork.node(path[1].id), [8] * 30)
@@ -845,12 +922,13 @@ def test_a_fork_of_what_is_lost_begins_where_it_can(tmp_path: Path) -> None:
     with saved_store(damaged_in(disk, path[3]), tmp_path / "new") as (made, store):
         assert made.cut_forks == ("fork",) and made.lost_heads == (("s", "main"), ("fork", "deep")) and not made.lost_sessions
         assert set(made.lost_nodes) == {each.id for each in (*path[3:], deep)}
-        assert (made.sessions, made.nodes, made.heads) == (4, 5, 2)
+        assert (made.sessions, made.nodes, made.heads) == (4, 5, 3)
         assert [node.id for node in store.get("s").tree] == [node.id for node in path[:3]]
         fork = store.get("fork")
         assert [node.id for node in fork.tree] == [path[0].id, path[1].id, path[2].id, high.id]
         assert dict(fork.heads) == {"high": fork.node(high.id)} and dict(store.get("s").heads) == {
-            "first": store.get("s").node(path[2].id)
+            "first": store.get("s").node(path[2].id),
+            "root": store.get("s").root,
         }
         assert store.get("again").node(last.id).depth == 3 and store.get("root").node(other.id).depth == 1
         assert fork.set_head("new", high).version == 5  # behind as many moves as there were
@@ -859,6 +937,13 @@ def test_a_fork_of_what_is_lost_begins_where_it_can(tmp_path: Path) -> None:
     with saved_store(damaged_in(disk, path[1]), tmp_path / "new") as (made, store):
         assert [node.id for node in store.get("fork").tree] == [path[0].id]
         assert made.cut_forks == ("fork", "again") and store.get("root").node(other.id).depth == 1
+    blind = disk.copy()
+    blind.unlink(segment(1, "idx"))
+    row = next(row for row in entries_of(disk) if row["id"].tobytes() == path[5].id)
+    # Nobody knows any more what the fork began with, but of what.
+    with saved_store(flipped(blind, segment(1), int(row["offset"]) - 12), tmp_path / "new") as (made, store):
+        assert made.cut_forks == ("fork", "again") and store.get("root").node(other.id).depth == 1
+        assert [node.id for node in store.get("s").tree] == [node.id for node in path[:5]]
 
 
 def test_where_a_session_is_lost_its_forks_are(tmp_path: Path) -> None:
@@ -884,6 +969,27 @@ def test_own_keys_of_drafts_do_not_come_again_after_saving(tmp_path: Path) -> No
     for copy in (disk, flipped(disk, segment(1), int(lost["offset"]) + 62)):
         with saved_store(copy, tmp_path / "new") as (_, store):
             assert store.get("s").incarnation > last
+    disk = Disk()
+    with open_on(disk) as store:
+        last = [text_session(store, f"s{number}").incarnation for number in range(4)][-1]
+    with saved_store(disk, tmp_path / "new") as (_, store):
+        assert store.get("s0").incarnation > last
+
+
+def test_what_changes_while_it_is_saved_is_a_typed_error(tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path / "s") as store:
+        session = text_session(store)
+        session.append(session.root, [1] * 500)
+    [path] = (tmp_path / "s" / "segments").glob("*.seg")
+
+    def progress(done: int, total: int) -> None:
+        if 2 * done == total:
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+
+    with pytest.raises(StoreFailed, match="is there no more"):
+        salvage(tmp_path / "s", tmp_path / "new", progress=progress)
 
 
 def test_features_and_aliases_are_saved(tmp_path: Path) -> None:
@@ -997,6 +1103,13 @@ def test_stats_of_a_tree_that_is_known() -> None:
     assert (found.fan_out_max, found.fan_out_mean) == (8, 4.5)
     assert found.loose == sum(sizes[leaf.id] for leaf in leaves if leaf is not leaves[1])
     assert found.dead == sizes[sha256(b"old").digest()]
+    with open_on(disk) as store:
+        fork = store.fork(store.get("s"), leaves[2].id, "fork")
+        fork.append(fork.node(leaves[2].id), [9] * 5)
+    found = _stats_of(disk)
+    assert [(each.leaves, each.depth) for each in found.sessions] == [(8, 2), (1, 3)] and found.path_tokens == 880 + 115
+    found = _stats_of(damaged_in(disk, leaves[2]))
+    assert [(each.leaves, each.nodes) for each in found.sessions] == [(7, 8), (0, 0)] and found.tokens == 170
     empty = Disk()
     with open_on(empty):
         pass

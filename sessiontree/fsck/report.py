@@ -141,7 +141,6 @@ class Examined:
     def _children_of(self, numbers: list[int]) -> list[int]:
         if self._children is None:
             parents = np.array(self.survey.parents, np.int64)
-            parents[list(self.survey.aside)] = NONE
             order = np.argsort(parents, kind="stable")
             self._children = parents[order], order
         parents, order = self._children
@@ -231,7 +230,7 @@ class Examined:
     def _dangling_nodes(self) -> Iterator[Finding]:
         """Nodes without a parent, or without a session, for which no damage was found."""
         for (session, ordinal), numbers in sorted(self._orphans.items()):
-            if (session, ordinal) not in self._explained and (below := self._below(numbers)):
+            if below := self._below(numbers):
                 missing = self._named(codec.SESSION if ordinal == NONE else codec.NODE, session, ordinal)
                 where = self._place(numbers[0])
                 yield Finding(f"{missing} is missing", *where, self._session_id(session), self.survey.id_of(numbers[0]), below)

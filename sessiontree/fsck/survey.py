@@ -61,8 +61,11 @@ _PAGE: Final = 4096
 _ATTEMPTS: Final = 3
 
 
-class Moved(Exception):
+class Moved(StoreFailed):
     """What was read is not there any more: a writer took it back, or moved it."""
+
+    def __init__(self, path: str, segment: int, offset: int) -> None:
+        super().__init__(f"{path}, segment {segment}, offset {offset}: a record that was read is there no more; try again")
 
 
 class Move(NamedTuple):
@@ -332,7 +335,7 @@ class Survey:
             while len(record) < length and (part := self.system.pread(fd, length - len(record), offset + len(record))):
                 record += part
             if len(record) != length or crc32(record, self.keys.seed ^ length) != crc:
-                raise Moved
+                raise Moved(self.path, segment, offset)
             return record
 
         def close() -> None:
@@ -374,7 +377,9 @@ class Survey:
             yield Sidecar(segment, f"{0 if cover is None else cover.size} of {len(data)} bytes are sound", False)
         if cover is None or first is None:
             return
-        if cover.first != first or b"".join(cover.rows) != rows[: cover.records].tobytes():
+        if cover.first != first:
+            yield Sidecar(segment, f"it begins with frame {cover.first}, the segment with {first}", False)
+        elif b"".join(cover.rows) != rows[: cover.records].tobytes():
             yield Sidecar(segment, "its entries are not those of the segment", True)
 
     def add(self, segment: int, rows: Entries, stretches: Sequence[Stretch] = ()) -> None:
@@ -554,7 +559,7 @@ class Survey:
                     told = offset + CHUNK
                 record = window.get(offset, length)
                 if len(record) != length or crc32(record, seed ^ length) != crc:
-                    raise Moved
+                    raise Moved(self.path, segment, offset)
                 if kind != codec.NODE:
                     self._note(number, kind, record)
                     continue

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import sys
 import threading
 import time
 import tracemalloc
@@ -24,7 +25,7 @@ from sessiontree import IncompatibleStore, MediaItem, Node, SessionStore, Sessio
 from sessiontree.backends import blobs, frames, segment_log
 from sessiontree.backends.frames import ENTRY, End
 from sessiontree.backends.segment_log import SegmentLog
-from sessiontree.fsck import Report, Stats, fsck, salvage, stats
+from sessiontree.fsck import Report, Stats, checks, fsck, salvage, stats
 from sessiontree.fsck.report import Examined
 from sessiontree.fsck.salvage import SalvageReport, _Salvage
 from sessiontree.fsck.stats import counted
@@ -649,6 +650,84 @@ def test_what_nothing_needs_is_told_and_is_no_fault(tmp_path: Path) -> None:
     assert (report.aliases, report.features) == (2, 2)
 
 
+# helpers --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("processes", [2, 3])
+def test_helpers_find_what_one_process_finds(known: bool, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they do not know a scheme, as those of the tests."""
+    answers: list[bool] = []
+    receive = checks._Helper.receive
+
+    def noted(self: Any) -> Any:
+        answer = receive(self)
+        answers.append(answer is not None)
+        return answer
+
+    monkeypatch.setattr(checks._Helper, "receive", noted)
+    if not known:
+        monkeypatch.setattr(checks, "_HELPER", IGNORANT)
+    path = tmp_path / "s"
+    rng = random.Random(processes)
+    with logs_on(segment_log._SYSTEM, segment_bytes=20_000):
+        store = SessionStore.open(path, durability="relaxed")
+    with store:
+        session = store.create("s", scheme=toy_scheme())
+        node = session.root
+        for number in range(600):
+            node = session.append(node if number % 100 else session.root, [number] * rng.randrange(1, 40))
+            if number % 50 == 0:
+                item = an_image(number)
+                session.append(node, _around(item), media=[item])
+                session.set_head(f"head {number % 7}", node)
+                store.flush()
+        store.put_features(item, np.arange(10))
+        store.alias_media("known", item)
+    assert len(list((path / "segments").glob("*.seg"))) > 5
+    for damage in (False, True):
+        if damage:
+            for file in sorted((path / "segments").glob("*.seg"))[1:4]:
+                data = bytearray(file.read_bytes())
+                data[len(data) // 2] ^= 4
+                file.write_bytes(data)
+        alone, together = Survey(path).read(), Survey(path, None, None, processes).read()
+        assert Examined(alone).report() == Examined(together).report() == fsck(path, processes=processes)
+        assert stats(path, processes=processes) == stats(path)
+        for name in (
+            "ids",
+            "parents",
+            "depths",
+            "starts",
+            "stops",
+            "bad",
+            "heads",
+            "openings",
+            "identities",
+            "contents",
+            "aliases",
+        ):
+            assert getattr(alone, name) == getattr(together, name), name
+        assert Examined(alone).report().ok != damage
+    assert answers and set(answers) == {known}
+
+
+def test_tasks_of_helpers_that_die_are_done_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "s"
+    with logs_on(segment_log._SYSTEM, segment_bytes=5_000):
+        store = SessionStore.open(path)
+    with store:
+        session = text_session(store)
+        for number in range(500):
+            session.append(session.root, [number] * 10)
+    sound = fsck(path, processes=1)
+    for code in ("", "import sys; sys.stdin.buffer.read(100); sys.exit(3)", "print('no answer'); import sys; sys.stdin.read()"):
+        monkeypatch.setattr(checks, "_HELPER", code)
+        assert fsck(path, processes=3) == sound
+    monkeypatch.setattr(sys, "executable", "")
+    assert fsck(path, processes=3) == sound
+
+
 # it only looks --------------------------------------------------------------------------------------------------------------
 
 
@@ -758,9 +837,9 @@ def test_what_a_writer_takes_back_meanwhile_is_no_damage(monkeypatch: pytest.Mon
     calls: list[Survey] = []
     real = Survey.__init__
 
-    def on_disk(self: Survey, path: Any, system: Any = None, progress: Any = None) -> None:
+    def on_disk(self: Survey, path: Any, *_: Any) -> None:
         calls.append(self)
-        real(self, path, taken, progress)
+        real(self, path, taken)
 
     monkeypatch.setattr(Survey, "__init__", on_disk)
     taken.left = 2  # its size; then the scan

@@ -338,9 +338,11 @@ def _of_sidecar(sidecar: Sidecar) -> Finding:
     return Finding(sidecar.what, segment_path("segments", sidecar.segment, "idx"), sidecar.segment)
 
 
-def fsck(path: str | os.PathLike[str], *, progress: Progress | None = None) -> Report:
-    """Check a store, and change nothing. ``progress``: called with bytes done and bytes in all.
+def fsck(path: str | os.PathLike[str], *, progress: Progress | None = None, processes: int | None = None) -> Report:
+    """Check a store, and change nothing.
 
-    Raises IncompatibleStore for what is no store, or one of a later format; StoreFailed where it cannot be read at all.
+    ``progress``: called with bytes done and bytes in all. ``processes``: how many work on it; None: one for each core, up to four,
+    where the store is large. Raises IncompatibleStore for what is no store, or one of a later format; StoreFailed where it cannot
+    be read at all.
     """
-    return Examined(surveyed(path, progress)).report()
+    return Examined(surveyed(path, progress, processes)).report()

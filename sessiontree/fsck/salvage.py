@@ -56,12 +56,19 @@ class SalvageReport:
         return {**made, "report": self.report.to_dict()}
 
 
-def salvage(path: str | os.PathLike[str], new: str | os.PathLike[str], *, progress: Progress | None = None) -> SalvageReport:
+def salvage(
+    path: str | os.PathLike[str],
+    new: str | os.PathLike[str],
+    *,
+    progress: Progress | None = None,
+    processes: int | None = None,
+) -> SalvageReport:
     """Write every undamaged node of a store, all of whose ancestors are undamaged, to a new store in the directory ``new``.
 
     With them go their sessions, the heads that point at them, aliases, and the sound files of features. ``new`` must not be there,
     or be empty, and not lie in the old store, which is not changed. ``progress``: called with bytes done and bytes in all, of
-    reading and of writing. Raises IncompatibleStore, StoreFailed; what is there of the new store then is to be deleted.
+    reading and of writing; ``processes``: as for fsck. Raises IncompatibleStore, StoreFailed; what is there of the new store then
+    is to be deleted.
     """
     old, target = os.path.realpath(path), os.path.realpath(new)
     if os.path.commonpath([old, target]) == old:
@@ -70,7 +77,7 @@ def salvage(path: str | os.PathLike[str], new: str | os.PathLike[str], *, progre
         if os.path.isfile(target) or os.listdir(target):
             raise IncompatibleStore(f"{target} is not empty")
     reading = None if progress is None else lambda done, total: progress(done, 2 * total)
-    examined = Examined(surveyed(path, reading))
+    examined = Examined(surveyed(path, reading, processes))
     writing = None if progress is None else lambda done, total: progress(total + done, 2 * total)
     try:
         return _Salvage(examined, os.fspath(new), writing).write()

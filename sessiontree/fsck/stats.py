@@ -77,9 +77,9 @@ _KINDS = {
 }
 
 
-def stats(path: str | os.PathLike[str], *, progress: Progress | None = None) -> Stats:
+def stats(path: str | os.PathLike[str], *, progress: Progress | None = None, processes: int | None = None) -> Stats:
     """Count what is sound in a store, which is read from end to end. As :func:`fsck`."""
-    return counted(surveyed(path, progress))
+    return counted(surveyed(path, progress, processes))
 
 
 def counted(survey: Survey) -> Stats:

@@ -13,7 +13,7 @@ import errno
 import os
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple
 from zlib import crc32
@@ -23,7 +23,6 @@ import numpy as np
 from sessiontree import codec
 from sessiontree.backends import blobs
 from sessiontree.backends.frames import (
-    CHUNK,
     CRC,
     ENTRY,
     HEAD,
@@ -44,9 +43,9 @@ from sessiontree.backends.scan import Scan
 from sessiontree.backends.system import System
 from sessiontree.digest import ID_BYTES
 from sessiontree.errors import CorruptTree, IncompatibleStore, SessionTreeError, StoreFailed
+from sessiontree.fsck.checks import Checked, Checks, Moved, Task
 from sessiontree.journal import prefix_of
 from sessiontree.positions import PositionScheme, scheme
-from sessiontree.tokens import TOKEN_BYTES
 
 Progress = Callable[[int, int], None]
 
@@ -59,13 +58,8 @@ _FAR: Final = 1024  # ordinals that may be missing before one that comes
 _LATER: Final = 255  # the kind of a record that a later library wrote
 _PAGE: Final = 4096
 _ATTEMPTS: Final = 3
-
-
-class Moved(StoreFailed):
-    """What was read is not there any more: a writer took it back, or moved it."""
-
-    def __init__(self, path: str, segment: int, offset: int) -> None:
-        super().__init__(f"{path}, segment {segment}, offset {offset}: a record that was read is there no more; try again")
+_MUCH: Final = 2**27  # bytes from which on helpers are worth their start
+_MOST_PROCESSES: Final = 4  # there is but one that finds the records
 
 
 class Move(NamedTuple):
@@ -191,15 +185,23 @@ class Survey:
     ``aside``: nodes that are not what their ordinal names. ``waiting``: nodes whose parent, or whose session, is nowhere.
     """
 
-    def __init__(self, path: str | os.PathLike[str], system: System | None = None, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        system: System | None = None,
+        progress: Progress | None = None,
+        processes: int | None = 1,
+    ) -> None:
         self.path = os.path.abspath(os.fspath(path))
         self.segments = self.path + "/segments"
         self._patient = _Patient(system or System())
         self.system: Any = self._patient
         self._progress = progress
+        self._processes = processes
+        self._checks = Checks(self.system, 0, self._take)
         self.format_damage: str | None = None
         self.keys = self._identify()
-        self._done = 0
+        self._done = self._told = 0
         self.total = 0
         self.rows: Entries = np.empty(0, ENTRY)
         self._parts: list[Entries] = []
@@ -257,14 +259,25 @@ class Survey:
         self.feature_files = blobs.files_in(self.path + "/blobs")
         self.total = sum(self.sizes.values()) + sum(size for _, size in self.feature_files)
         scan = self.scan()
-        for segment in scan.segments():
-            self.add(segment, *self.look(scan, segment))
+        self._checks = Checks(self.system, self._helpers(), self._take)
+        try:
+            for segment in scan.segments():
+                self.add(segment, *self.look(scan, segment))
+            self._checks.finish()
+            self._end()
+        finally:
+            self._checks.stop()
         self.torn = scan.torn
         self.free = max(0, self.sizes.get(scan.at.segment, 0) - scan.at.offset)
         self.sidecar_bytes = sum(self._size(segment, "idx") for segment in self._numbers("idx"))
-        self._end()
         self._look_at_features()
         return self
+
+    def _helpers(self) -> int:
+        """How many processes are to help this one."""
+        if self._processes is None:
+            return min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) - 1 if self.total >= _MUCH else 0
+        return max(self._processes - 1, 0)
 
     # files
 
@@ -314,7 +327,8 @@ class Survey:
 
     def _tell(self, offset: int) -> None:
         if self._progress is not None:
-            self._progress(min(self._done + offset, self.total), self.total)
+            self._told = max(self._told, min(self._done + offset, self.total))
+            self._progress(self._told, self.total)
 
     # the log
 
@@ -335,7 +349,7 @@ class Survey:
             while len(record) < length and (part := self.system.pread(fd, length - len(record), offset + len(record))):
                 record += part
             if len(record) != length or crc32(record, self.keys.seed ^ length) != crc:
-                raise Moved(self.path, segment, offset)
+                raise Moved(segment_path(self.segments, segment, "seg"), offset)
             return record
 
         def close() -> None:
@@ -377,7 +391,7 @@ class Survey:
             yield Sidecar(segment, f"{0 if cover is None else cover.size} of {len(data)} bytes are sound", False)
         if cover is None or first is None:
             return
-        if cover.first != first:
+        if cover.first != first and not self.stretches:  # behind damage nobody can say how many frames there were
             yield Sidecar(segment, f"it begins with frame {cover.first}, the segment with {first}", False)
         elif b"".join(cover.rows) != rows[: cover.records].tobytes():
             yield Sidecar(segment, "its entries are not those of the segment", True)
@@ -406,8 +420,11 @@ class Survey:
                 self._place(number, session, ordinal, parent)
             elif kind == codec.SESSION and number not in self.gone:
                 self._begin(number, rows[number - first])
-        numbers = [number for number in range(first, first + count) if number not in self.gone]
-        self._check(segment, rows if len(numbers) == count else rows[np.array(numbers, np.int64) - first], numbers)
+        numbers: Sequence[int] = range(first, first + count)
+        if stretches:
+            numbers = [number for number in numbers if number not in self.gone]
+            rows = rows[np.array(numbers, np.int64) - first]
+        self._check(segment, rows, numbers)
         self._done += self.sizes.get(segment, 0)
         self._tell(0)
 
@@ -544,44 +561,36 @@ class Survey:
         self.wrong_ordinals.append(Problem(number, held.number, what))
         return False
 
-    def _check(self, segment: int, rows: Entries, numbers: Iterable[int]) -> None:
-        """Check what records of one segment say, and note what they name."""
-        seed, parents, sessions, bad = self.keys.seed, self.parents, self.sessions, self.bad
-        starts, stops = self.starts, self.stops
-        fields = (rows[name].tolist() for name in ("kind", "session", "offset", "length", "crc"))
-        told = 0
-        fd = self.system.open(segment_path(self.segments, segment, "seg"), os.O_RDONLY)
-        try:
-            window = Window(self.system, fd)
-            for number, kind, session, offset, length, crc in zip(numbers, *fields, strict=True):
-                if offset >= told:
-                    self._tell(offset)
-                    told = offset + CHUNK
-                record = window.get(offset, length)
-                if len(record) != length or crc32(record, seed ^ length) != crc:
-                    raise Moved(self.path, segment, offset)
-                if kind != codec.NODE:
-                    self._note(number, kind, record)
-                    continue
-                above, held = parents[number], sessions.get(session)
-                try:
-                    node = codec.decode(record)
-                    assert isinstance(node, codec.NodeRecord)
-                    stop = stops[number] = node.state.num_tokens
-                    start = starts[number] = stop - len(node.data) // TOKEN_BYTES
-                    if held is not None and above != NONE and self.gone.get(above, True):
-                        codec.check_digest(node, held.record.root_id if above == ROOT else self.id_of(above))
-                    if held is not None and held.rules is not None:
-                        codec.check_positions(node, start, held.rules)
-                except CorruptTree as error:
-                    bad[number] = str(error)
-                    continue
-                for item in node.media:
-                    self.identities.add(item.identity)
-                    if self.feature_files:
-                        self.contents.add(blobs.file_name(item.content()))
-        finally:
-            self.system.close(fd)
+    def _check(self, segment: int, rows: Entries, numbers: Sequence[int]) -> None:
+        """Have records of one segment checked."""
+        above = [self._id_above(number, session) for number, session in zip(numbers, rows["session"].tolist(), strict=True)]
+        known = [self.sessions[session] for session in np.unique(rows["session"]).tolist() if session in self.sessions]
+        rules = {held.number: held.rules for held in known if held.rules is not None}
+        path = segment_path(self.segments, segment, "seg")
+        self._checks.do(numbers, Task(path, self.keys.seed, rows, above, rules, bool(self.feature_files)), self._tell)
+
+    def _id_above(self, number: int, session: int) -> bytes | None:
+        """The id of a node's parent, where it is known for sure."""
+        above = self.parents[number]
+        if above >= 0:
+            return self.id_of(above) if self.gone.get(above, True) else None
+        return self.sessions[session].record.root_id if above == ROOT else None
+
+    def _take(self, numbers: Sequence[int], checked: Checked) -> None:
+        """Take in what was found of records."""
+        for column, values in ((self.starts, checked.starts), (self.stops, checked.stops)):
+            if isinstance(numbers, range):
+                column[numbers.start : numbers.stop] = array("q", values)
+            else:
+                for number, value in zip(numbers, array("q", values), strict=True):
+                    column[number] = value
+        for at, why in checked.bad.items():
+            self.bad[numbers[at]] = why
+        self.identities |= checked.identities
+        self.contents |= checked.contents
+        for at, record in checked.others.items():
+            number = numbers[at]
+            self._note(number, _entry_of(record)[0], record)
 
     def _note(self, number: int, kind: int, data: bytes) -> None:
         """Note what a record says that is no node's."""
@@ -627,6 +636,7 @@ class Survey:
             for segment in np.unique(self.rows["segment"][came]).tolist():
                 numbers = came[self.rows["segment"][came] == segment]
                 self._check(segment, self.rows[numbers], numbers.tolist())
+            self._checks.finish()
         parents, starts, stops = (np.frombuffer(column, np.int64) for column in (self.parents, self.starts, self.stops))
         ends = np.where(parents == ROOT, 0, stops[np.maximum(parents, 0)]) if len(parents) else starts
         for number in np.flatnonzero((parents != NONE) & (starts != ends)).tolist():
@@ -670,12 +680,12 @@ class Survey:
             self._tell(0)
 
 
-def surveyed(path: str | os.PathLike[str], progress: Progress | None = None) -> Survey:
+def surveyed(path: str | os.PathLike[str], progress: Progress | None, processes: int | None) -> Survey:
     """A store, read as it is. Raises IncompatibleStore for what is none, StoreFailed where it cannot be read."""
     try:
         for _ in range(_ATTEMPTS):
             with suppress(Moved, FileNotFoundError):  # a writer took back, or moved, what was there a moment ago
-                return Survey(path, progress=progress).read()
+                return Survey(path, None, progress, processes).read()
     except OSError as error:
         raise StoreFailed(f"{os.fspath(path)} cannot be read: {error}", errno=error.errno) from error
     raise StoreFailed(f"{os.fspath(path)} changes faster than it can be read; try again when less is written")

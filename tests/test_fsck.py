@@ -653,10 +653,19 @@ def test_what_nothing_needs_is_told_and_is_no_fault(tmp_path: Path) -> None:
 # helpers --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("processes", [2, 3])
-def test_helpers_find_what_one_process_finds(known: bool, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where they do not know a scheme, as those of the tests."""
+IGNORANT = """
+from sessiontree import UnknownScheme
+from sessiontree.fsck import checks
+def unknown(name, **params):
+    raise UnknownScheme(name)
+checks.scheme = unknown
+checks.serve()
+"""
+
+
+@pytest.mark.parametrize(("processes", "known"), [(2, True), (3, True), (2, False)])
+def test_helpers_find_what_one_process_finds(processes: int, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they do not know a scheme, as it may be one that a program made for itself."""
     answers: list[bool] = []
     receive = checks._Helper.receive
 

@@ -179,6 +179,7 @@ class Experiment:
         self.watch = Stopwatch()
         self.model = tiny_model(seed)
         self.engine = Engine(self.model, self.watch)
+        self.store = store
         rule = scheme(
             "qwen2_5_vl@hf5",
             image_token_id=IMAGE_PAD,
@@ -203,6 +204,7 @@ class Experiment:
             identity = media_identity("image", shown.pixel_values, options={"merge_size": MERGE})
             spans, grid = [(offset, shown.num_tokens)], shown.grid_thw[0].tolist()
             items.append(MediaItem("image", identity, spans, grid_thw=grid))
+            self.store.put_features(items[-1], {"pixel_values": shown.pixel_values})  # for whoever runs it again
             self.engine.pictures[identity] = shown
         with self.watch.timing("session"):
             return self.session.append(parent, turn.token_ids, media=items, role=role)

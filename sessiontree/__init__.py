@@ -5,6 +5,7 @@ and branching make new nodes that share everything with their parent.
 """
 
 from sessiontree import pickling as _pickling  # noqa: F401  # nodes and trees can be pickled from here on
+from sessiontree.compaction import GcReport
 from sessiontree.details import Link
 from sessiontree.draft import Draft, extend_drafts
 from sessiontree.edits import Edit
@@ -19,6 +20,7 @@ from sessiontree.errors import (
     MediaSpanError,
     NameTaken,
     NeedsMedia,
+    NodeHeld,
     OutOfRange,
     PositionError,
     PositionLimitExceeded,
@@ -36,15 +38,17 @@ from sessiontree.errors import (
     Unsupported,
 )
 from sessiontree.features import Features
+from sessiontree.heads import Head
 from sessiontree.media import MediaItem, media_identity
 from sessiontree.node import Namespace, Node
 from sessiontree.positions import ExternalPositions, PositionScheme, PositionState
 from sessiontree.prefixes import PrefixMatch
 from sessiontree.query import Diff, Problem
 from sessiontree.record import Fork, Recorded
+from sessiontree.replay import ReplayStep, replay
 from sessiontree.store import Session, SessionStore, Usage
 from sessiontree.tokens import Position
-from sessiontree.tree import Head, SessionTree
+from sessiontree.tree import SessionTree
 
 __version__ = "0.1.0"
 
@@ -58,6 +62,7 @@ __all__ = [
     "Features",
     "FinishRefused",
     "Fork",
+    "GcReport",
     "Head",
     "HeadMoved",
     "IncompatibleStore",
@@ -70,6 +75,7 @@ __all__ = [
     "Namespace",
     "NeedsMedia",
     "Node",
+    "NodeHeld",
     "OutOfRange",
     "Position",
     "PositionError",
@@ -79,6 +85,7 @@ __all__ = [
     "PrefixMatch",
     "Problem",
     "Recorded",
+    "ReplayStep",
     "Session",
     "SessionExists",
     "SessionStore",
@@ -97,4 +104,5 @@ __all__ = [
     "Usage",
     "extend_drafts",
     "media_identity",
+    "replay",
 ]

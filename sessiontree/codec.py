@@ -17,6 +17,7 @@ id and its session's scheme, is for :func:`check_root`, :func:`check_digest` and
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import threading
@@ -56,6 +57,8 @@ NODE: Final = 2
 HEAD: Final = 3
 OPENED: Final = 4
 ALIAS: Final = 5
+PIN: Final = 6
+DROP: Final = 7
 
 
 class SessionRecord(NamedTuple):
@@ -121,14 +124,31 @@ class AliasRecord(NamedTuple):
     identity: bytes | None
 
 
-Record = SessionRecord | NodeRecord | HeadRecord | OpenedRecord | AliasRecord
+class PinRecord(NamedTuple):
+    """Whether a node is pinned. ``ordinal``, ``id``: the node's."""
+
+    session: int
+    ordinal: int
+    id: bytes
+    pinned: bool
+
+
+class DropRecord(NamedTuple):
+    """Nodes that a session no longer shows, with all below them. ``ordinals``: increasing; 0 is the whole session."""
+
+    session: int
+    ordinals: tuple[int, ...]
+
+
+Record = SessionRecord | NodeRecord | HeadRecord | OpenedRecord | AliasRecord | PinRecord | DropRecord
 
 
 class Entry(NamedTuple):
     """What an index keeps of a record.
 
-    ``id``: of a node; otherwise what :func:`name_digest` or :func:`alias_digest` gives, zeros of an opening. ``key``: of a node's
-    key, as :func:`key_digest` gives it. What a kind has not is 0, or :data:`NONE`.
+    ``id``: of a node, also of one that is pinned; of others what :func:`name_digest` or :func:`alias_digest` gives, or zeros.
+    ``key``: of a node's key, as :func:`key_digest` gives it; 1 of a node that is pinned. ``ordinal``: of what is dropped, the
+    first. What a kind has not is 0, or :data:`NONE`.
     """
 
     kind: int
@@ -142,10 +162,13 @@ class Entry(NamedTuple):
 # Every field behind the byte that is its type in msgpack: an array of 8, uint32, bin8, uint64.
 _WRITE: Final = Struct(">BBBBIBIBIBB32sBQ")
 _READ: Final = Struct(">3BxIxIxIxx32sxQ")
+_PLACE: Final = Struct(">IBIBI")  # of session, ordinal and parent, behind four bytes
 _ARRAY: Final = 0x98
 _UINT32: Final = 0xCE
 _BIN8: Final = 0xC4
 _UINT64: Final = 0xCF
+_BIN32: Final = Struct(">BI")
+_LARGE: Final = 2**16  # bytes of tokens, from which on msgpack gives their length 32 bits
 
 _ORIGINS: Final[tuple[Origin, ...]] = ("input", "generated")
 _ORIGIN_NUMBERS: Final = {"input": 0, "generated": 1}
@@ -189,7 +212,7 @@ def encode(record: Record) -> bytes:
     above :data:`MAX_RECORD_BYTES`.
     """
     if isinstance(record, NodeRecord):
-        return _encode_node(*record)
+        return _joined(_encode_node(*record))
     if isinstance(record, SessionRecord):
         return _record(SESSION, record.session, 0, 0, name_digest(record.session_id), 0, record[1:])
     if isinstance(record, HeadRecord):
@@ -199,11 +222,28 @@ def encode(record: Record) -> bytes:
         return _record(OPENED, record.session, 0, 0, bytes(ID_BYTES), 0, (record.incarnation,))
     if isinstance(record, AliasRecord):
         return _record(ALIAS, NONE, 0, 0, alias_digest(record.namespace, record.alias), 0, tuple(record))
+    if isinstance(record, PinRecord):
+        at = record.ordinal if record.ordinal < NONE else -1
+        return _record(PIN, record.session, at, 0, record.id, int(record.pinned), (record.pinned,))
+    if isinstance(record, DropRecord):
+        increasing = all(0 <= one < other for one, other in itertools.pairwise((*record.ordinals, NONE)))
+        if not record.ordinals or not increasing:
+            raise OutOfRange(
+                f"ordinals to drop are one or more, increasing, within 0..{NONE - 1}", value=record.ordinals, limit=NONE
+            )
+        return _record(
+            DROP, record.session, record.ordinals[0], 0, bytes(ID_BYTES), 0, (np.array(record.ordinals, "<u4").tobytes(),)
+        )
     raise TypeError(f"no record: {type(record).__name__}")
 
 
 def encode_node(session: int, ordinal: int, parent: int, node: Node) -> bytes:
     """The bytes of a node that is no root. ``parent``: its parent's ordinal. Raises what :func:`encode` raises."""
+    return _joined(node_parts(session, ordinal, parent, node))
+
+
+def node_parts(session: int, ordinal: int, parent: int, node: Node) -> bytes | tuple[bytes, ...]:
+    """As :func:`encode_node`; where there are many tokens, in parts, of which one is what the node itself holds."""
     start, extent = node.start, node._extent
     origin = extent.origin
     if start >= origin:
@@ -228,7 +268,7 @@ def _encode_node(
     state: PositionState,
     replayed: TurnPositions | None,
     details: Details,
-) -> bytes:
+) -> bytes | tuple[bytes, ...]:
     if not 0 <= parent < ordinal < NONE:
         raise OutOfRange(
             f"node {ordinal} behind {parent}: ordinals are 1..{NONE - 1}, behind their parents'", value=ordinal, limit=NONE
@@ -239,8 +279,18 @@ def _encode_node(
         if metadata or finish_reason is not None or tail_policy is not None or links:
             packed = (_packable(metadata) if metadata else None, finish_reason, tail_policy, links)
     items = [_item_fields(item) for item in media] if media else ()
-    body = (key, _ORIGIN_NUMBERS[origin], role, data, runs, state, replayed, items, packed)
-    return _record(NODE, session, ordinal, parent, identity, 0 if key is None else key_digest(key), body)
+    first = (key, _ORIGIN_NUMBERS[origin], role)
+    digest = 0 if key is None else key_digest(key)
+    if len(data) < _LARGE:
+        return _record(NODE, session, ordinal, parent, identity, digest, (*first, data, runs, state, replayed, items, packed))
+    rest = _record(NODE, session, ordinal, parent, identity, digest, (*first, b"", runs, state, replayed, items, packed))
+    at = _WRITE.size + len(_pack(first))
+    _check_size(len(rest) + len(data))
+    return rest[:at] + _BIN32.pack(0xC6, len(data)), data, rest[at + 2 :]
+
+
+def _joined(encoded: bytes | tuple[bytes, ...]) -> bytes:
+    return encoded if isinstance(encoded, bytes) else b"".join(encoded)
 
 
 def _item_fields(item: MediaItem) -> tuple[Any, ...]:
@@ -271,11 +321,13 @@ def _record(kind: int, session: int, ordinal: int, parent: int, identity: bytes,
         raise OutOfRange(f"record {kind} of session {session}, ordinal {ordinal}, parent {parent}: {error}", value=None) from None
     if len(record) > _KEPT:
         _local.packer = msgpack.Packer(use_bin_type=True)
-        if len(record) > MAX_RECORD_BYTES:
-            raise LimitExceeded(
-                f"a record of {len(record)} bytes; {MAX_RECORD_BYTES} is the limit", value=len(record), limit=MAX_RECORD_BYTES
-            )
+        _check_size(len(record))
     return record
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_RECORD_BYTES:
+        raise LimitExceeded(f"a record of {size} bytes; {MAX_RECORD_BYTES} is the limit", value=size, limit=MAX_RECORD_BYTES)
 
 
 def _pack(value: Any) -> bytes:
@@ -339,6 +391,11 @@ def entry_of(data: bytes) -> Entry:
     return _as_entry((kind, session, ordinal, parent, identity, key))
 
 
+def renumbered(data: bytes, session: int, ordinal: int, parent: int) -> bytes:
+    """The record of a node as that of another place; nothing else of it is read or changed."""
+    return data[:4] + _PLACE.pack(session, _UINT32, ordinal, _UINT32, parent) + data[4 + _PLACE.size :]
+
+
 def decode(data: bytes, limit: int = MAX_RECORD_BYTES) -> Record:
     """The record of some bytes. Raises CorruptTree for anything else than what :func:`encode` gives, or more than ``limit`` bytes;
     IncompatibleStore for a newer version."""
@@ -347,7 +404,7 @@ def decode(data: bytes, limit: int = MAX_RECORD_BYTES) -> Record:
     entry = entry_of(data)
     try:
         record: Record = _READERS[entry[0]](entry, _unpacked(data[_READ.size :]))
-        again = _encode_node(*record) if type(record) is NodeRecord else encode(record)
+        again = _joined(_encode_node(*record)) if type(record) is NodeRecord else encode(record)
     except _WRONG as error:
         raise CorruptTree(f"{_named(entry)}: {str(error) or type(error).__name__}") from error
     if again != data:
@@ -355,8 +412,14 @@ def decode(data: bytes, limit: int = MAX_RECORD_BYTES) -> Record:
     return record
 
 
+def contents_of(data: bytes) -> list[tuple[Any, ...]]:
+    """The contents of the media that a node's record names, as their features are kept by. What it says is not checked further."""
+    items = _unpacked(data[_READ.size :])[7]
+    return [_item(item).content() for item in items]
+
+
 def _named(entry: Entry) -> str:
-    what = ("session", "node", "head", "opening of session", "alias")[entry.kind - 1]
+    what = ("session", "node", "head", "opening of session", "alias", "pin in session", "drop in session")[entry.kind - 1]
     if entry.kind == NODE:
         return f"node {entry.ordinal} of session {entry.session} ({entry.id[:4].hex()})"
     return what if entry.kind == ALIAS else f"{what} {entry.session}"
@@ -466,6 +529,19 @@ def _read_alias(entry: Entry, body: Any) -> AliasRecord:
     )
 
 
+def _read_pin(entry: Entry, body: Any) -> PinRecord:
+    (pinned,) = _fields(body, 1, "a pin")
+    session, ordinal = _whole(entry.session, "session", most=NONE - 1), _whole(entry.ordinal, "ordinal", most=NONE - 1)
+    return PinRecord(session, ordinal, entry.id, pinned if type(pinned) is bool else _wrong("a node is pinned or not"))
+
+
+def _read_drop(entry: Entry, body: Any) -> DropRecord:
+    (ordinals,) = _fields(body, 1, "a drop")
+    if type(ordinals) is not bytes or len(ordinals) % 4:
+        _wrong("ordinals are of 4 bytes each")
+    return DropRecord(_whole(entry.session, "session", most=NONE - 1), tuple(np.frombuffer(ordinals, "<u4").tolist()))
+
+
 def _read_node(entry: Entry, body: Any) -> NodeRecord:
     _, session, ordinal, parent, identity, _ = entry
     if session == NONE:
@@ -473,9 +549,11 @@ def _read_node(entry: Entry, body: Any) -> NodeRecord:
     if type(body) is not tuple or len(body) != 9:
         _wrong("a node has 9 fields")
     key, origin, role, data, runs, state, replayed, items, packed = body
-    if tuple(map(type, body[:3])) != (NoneType, int, str):
-        _text_or_none(key, "its key")
+    if key is not None:
+        _text(key, "its key")
+    if type(origin) is not int or origin < 0:
         _whole(origin, "its origin")
+    if type(role) is not str:
         _text(role, "its role")
     if type(data) is not bytes or len(data) % TOKEN_BYTES or not data[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii():
         _wrong("its tokens are int32 of 0 or more")
@@ -490,8 +568,8 @@ def _read_node(entry: Entry, body: Any) -> NodeRecord:
             _wrong("its two states are after different numbers of tokens")
     media = _media(items, count) if items != () else ()
     details = NO_DETAILS if packed is None else _details(packed)
-    content = (data, media, _ORIGINS[origin], role, key, runs, state, replayed, details)
-    return _as_record((session, ordinal, parent, identity, *content))
+    origin = _ORIGINS[origin]
+    return _as_record((session, ordinal, parent, identity, data, media, origin, role, key, runs, state, replayed, details))
 
 
 def _state(value: Any, count: int) -> PositionState:
@@ -720,6 +798,12 @@ def check_runs(runs: Any, num_tokens: int, num_axes: int | None = None) -> None:
                 if kind == _TEXT and length >= 0 and -_FAR <= base <= _FAR:
                     covered += length
                     continue
+            elif len(run) == 8 and num_axes in _THREE and _WHOLE.issuperset(map(type, run)):
+                kind, length, _, _, _, height, width, skip = run
+                if kind == _GRID and length >= 0 and min(run) >= -_FAR and max(run) <= _FAR:
+                    _check_grid(height, width, skip)
+                    covered += length
+                    continue
             covered += _check_run(run, num_axes)
             if run[0] == _EXTERNAL and len(described) > 1:
                 _wrong("a table that came from elsewhere is a node's only run")
@@ -777,7 +861,8 @@ def _check_run(run: Any, num_axes: int | None) -> int:
 
 
 _WHOLE: Final = frozenset((int,))
-_AXES: Final = dict.fromkeys((_GRID, _FRAMES, _ROWS, _CANVAS), (None, 3))
+_THREE: Final = (None, 3)
+_AXES: Final = dict.fromkeys((_GRID, _FRAMES, _ROWS, _CANVAS), _THREE)
 
 
 def _check_grid(height: int, width: int, skip: int) -> None:
@@ -807,6 +892,8 @@ _READERS: Final[dict[int, Callable[[Entry, Any], Record]]] = {
     HEAD: _read_head,
     OPENED: _read_opened,
     ALIAS: _read_alias,
+    PIN: _read_pin,
+    DROP: _read_drop,
 }
 
 
@@ -820,12 +907,17 @@ def check_root(record: SessionRecord) -> None:
         _wrong(f"root {record.root_id[:4].hex()} of session {record.session_id!r} holds the content of {computed[:4].hex()}")
 
 
-def check_digest(record: NodeRecord, parent_id: bytes) -> None:
-    """Whether a node's id is that of its content under the parent of this id. Raises CorruptTree."""
+def id_below(record: NodeRecord, parent_id: bytes) -> bytes:
+    """The id of a node's content under the parent of this id."""
     table = (record.runs, record.state) if is_external(record.runs) else None
     media = tuple(item.fields() for item in record.media) if record.media else ()
     head = content_prefix(record.origin, record.role, record.key, media, table)
-    computed = node_id(parent_id, head, record.data)
+    return node_id(parent_id, head, record.data)
+
+
+def check_digest(record: NodeRecord, parent_id: bytes) -> None:
+    """Whether a node's id is that of its content under the parent of this id. Raises CorruptTree."""
+    computed = id_below(record, parent_id)
     if computed != record.id:
         _wrong(f"{_node(record)} holds the content of {computed[:4].hex()}")
 

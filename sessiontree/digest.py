@@ -17,6 +17,7 @@ ID_BYTES: Final = 32
 FORMAT: Final = 1
 _ROOT: Final = b"sessiontree root\0"
 _NODE: Final = b"sessiontree node\0"
+_LARGE: Final = 2**14  # bytes, from which on to copy them costs more than a second call
 _plain_heads: dict[tuple[str, str], bytes] = {}
 
 
@@ -33,7 +34,11 @@ def root_id(scheme: str, params: Sequence[tuple[str, Any]], namespace: Sequence[
 
 def node_id(parent_id: bytes, head: bytes, token_bytes: bytes) -> bytes:
     """The id of a child of ``parent_id``; ``head`` comes from :func:`content_prefix`."""
-    return sha256(parent_id + head + token_bytes).digest()
+    if len(token_bytes) < _LARGE:
+        return sha256(parent_id + head + token_bytes).digest()
+    digest = sha256(parent_id + head)
+    digest.update(token_bytes)
+    return digest.digest()
 
 
 def content_prefix(origin: str, role: str, key: str | None = None, media: tuple[Any, ...] = (), table: Any = None) -> bytes:

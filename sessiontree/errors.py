@@ -19,6 +19,7 @@ __all__ = [
     "MediaSpanError",
     "NameTaken",
     "NeedsMedia",
+    "NodeHeld",
     "OutOfRange",
     "PositionError",
     "PositionLimitExceeded",
@@ -168,6 +169,13 @@ class Unsupported(SessionTreeError):
     prefix_len: int
 
 
+class NodeHeld(SessionTreeError):
+    """A node was to go, and ``holder``, a head, a pin or an open draft, holds ``node``: that one or one below it."""
+
+    node: Any
+    holder: str
+
+
 class StaleSession(SessionTreeError):
     """A write through a session that was closed."""
 
@@ -176,7 +184,11 @@ class StaleSession(SessionTreeError):
 
 
 class CorruptTree(SessionTreeError):
-    """Stored bytes that do not match their digests."""
+    """Stored bytes that do not match their digests. ``session``: the number in its store of the one whose record they are."""
+
+    session: int
+    segment: int
+    offset: int
 
 
 class IncompatibleStore(SessionTreeError):

@@ -101,6 +101,15 @@ class NodeIndex:
     def count(self) -> int:
         return self.base_count + len(self.nodes)
 
+    @property
+    def missing(self) -> int:
+        """How many of the ordinals have no node any more. Only what lies in a store has such."""
+        index = self
+        while index.base is not None:
+            index = index.base
+        source = getattr(index, "source", None)
+        return 0 if source is None else source.missing
+
     def add(self, node: Node) -> None:
         """Add a node; the lock is held and its id is not visible yet."""
         nodes = self.nodes

@@ -14,17 +14,17 @@ import itertools
 import os
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from struct import Struct
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sessiontree import codec
-from sessiontree.backends.base import Durability, Log, Overtaken, WriteLost
+from sessiontree.backends.base import CompactLog, Durability, Lease, Log, Overtaken, WriteLost
 from sessiontree.backends.segment_log import SegmentLog
 from sessiontree.digest import ID_BYTES
 from sessiontree.errors import CorruptTree, IncompatibleStore, StoreFailed, Unsupported
@@ -40,11 +40,15 @@ from sessiontree.turns import Turn
 
 __all__ = ["Durability", "Journal", "Overtaken", "SessionNodes", "WriteLost"]
 
+R = TypeVar("R", codec.SessionRecord, codec.HeadRecord)
+
 MISSING: Final = -1  # the place of a node that is nowhere
+_REMEMBERED: Final = 64  # batches, above which those that are durable are forgotten
 _FEW: Final = 16  # ids looked for one by one before they are sorted
 
 
 _PREFIX: Final = Struct("<BIII32sQ")
+PREFIX_BYTES: Final = _PREFIX.size
 
 
 _UNKNOWN: Final = 255  # a kind or version of record that a later library wrote
@@ -65,12 +69,45 @@ def _with_prefixes(records: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
 class Columns:
     """What the log knows of its records, as one array a field: to look at one field of all takes a pass over that field alone."""
 
-    def __init__(self, entries: NDArray[Any]) -> None:
+    def __init__(self, entries: NDArray[Any], lease: Lease | None = None) -> None:
         self.entries = entries
+        self.lease = lease  # without which the records may be gone
         self.kinds, self.sessions, self.ordinals, self.parents = (
             np.ascontiguousarray(entries[name]) for name in ("kind", "session", "ordinal", "parent")
         )
         self._others = np.flatnonzero(self.kinds != codec.NODE)  # mostly few
+
+    def others(self) -> NDArray[np.int64]:
+        """Where records are that are of no node, in order."""
+        return self._others
+
+    def others_alone(self) -> Columns:
+        """Those entries alone, copied."""
+        return Columns(self.entries[self._others], self.lease)
+
+    def places_of_nodes(self) -> NDArray[np.int64]:
+        return np.flatnonzero(self.kinds == codec.NODE)
+
+    def by_session(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """The places of nodes, each session's in order."""
+        places = self.places_of_nodes()
+        if not len(places):
+            return
+        sessions = self.sessions[places]
+        order = np.argsort(sessions, kind="stable")
+        starts = np.flatnonzero(np.diff(sessions[order], prepend=-1))
+        for start, stop in itertools.pairwise([*starts.tolist(), len(places)]):
+            yield int(sessions[order[start]]), places[order[start:stop]]
+
+    def by_ordinal(self, places: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
+        """Nodes of one session: the first ordinal, and the place of each from there on, MISSING where there is none."""
+        if not len(places):
+            return 1, places
+        ordinals = self.ordinals[places]
+        first = int(ordinals.min())
+        found = np.full(int(ordinals.max()) - first + 1, MISSING, np.int64)
+        found[ordinals[::-1] - np.uint32(first)] = places[::-1]  # of several, the first
+        return first, found
 
     def places(self, kind: int, session: int | None = None) -> NDArray[np.int64]:
         """Where records of a kind are, in order."""
@@ -79,6 +116,11 @@ class Columns:
             return np.flatnonzero((self.sessions == session) & (self.kinds == kind))
         places: NDArray[np.int64] = self._others[self.kinds[self._others] == kind]
         return places if session is None else places[self.sessions[places] == session]
+
+    def dropped_sessions(self) -> set[int]:
+        """Numbers of those that are gone."""
+        drops = self.places(codec.DROP)
+        return set(self.sessions[drops[self.ordinals[drops] == 0]].tolist())
 
     def ids(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
         """The first eight bytes of each id."""
@@ -91,14 +133,52 @@ class Columns:
         return [place for place in alike if self.entries[place]["id"].tobytes() == identity]
 
 
+def parents_of(columns: Columns, places: NDArray[np.int64]) -> Sequence[int]:
+    """Ordinals of the parents of nodes; of those that are MISSING, none."""
+    return np.where(places == MISSING, np.uint32(codec.NONE), columns.parents[places]).data
+
+
+def below(roots: Iterable[int], parents: Sequence[int], first: int) -> NDArray[np.bool]:
+    """Which nodes from ordinal ``first`` on are among ``roots`` or below them."""
+    below = np.zeros(len(parents), np.bool)
+    inside = bytearray(len(parents))
+    for root in roots:
+        if first <= root < first + len(parents):
+            inside[root - first] = 1
+    start = inside.find(1)
+    if start >= 0:
+        for at in range(start, len(parents)):
+            above = parents[at] - first
+            if 0 <= above < at and inside[above]:
+                inside[at] = 1
+        below[:] = np.frombuffer(inside, np.bool)
+    return below
+
+
+def above(held: Iterable[int], parents: Sequence[int], first: int) -> bytearray:
+    """Which nodes from ordinal ``first`` on are among ``held`` or above them."""
+    above = bytearray(len(parents))
+    for ordinal in held:
+        if first <= ordinal < first + len(parents):
+            above[ordinal - first] = 1
+    for at in range(len(parents) - 1, -1, -1):
+        if above[at] and 0 <= parents[at] - first < at:
+            above[parents[at] - first] = 1
+    return above
+
+
 class SessionNodes:
-    """The nodes of one session, by ordinal: a :class:`~sessiontree.stored.NodeSource`. ``places``: theirs, in that order."""
+    """The nodes of one session, by ordinal: a :class:`~sessiontree.stored.NodeSource`. ``places``: theirs, in that order.
+
+    An ordinal whose place is MISSING has no node.
+    """
 
     def __init__(self, log: Log, columns: Columns, places: NDArray[np.int64], first: int) -> None:
         self.first = first
         self._log = log
         self._columns = columns
         self._places = places
+        self.missing = int(np.count_nonzero(places == MISSING))
         self.lenient = bool(log.damaged)
         self._asked = 0
         self._by_id: tuple[NDArray[np.uint64], NDArray[np.int64]] | None = None
@@ -106,6 +186,13 @@ class SessionNodes:
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def has(self, ordinal: int) -> bool:
+        return ordinal < self.first or bool(self._places[ordinal - self.first] != MISSING)
+
+    def holds_all(self, other: SessionNodes) -> bool:
+        """Whether it has all nodes that the other one has."""
+        return bool(np.all((other._places == MISSING) | (self._places[: len(other._places)] != MISSING)))
 
     def read(self, ordinal: int, parent: Node) -> Stored:
         known = self._columns.entries[self._place(ordinal)]
@@ -121,6 +208,9 @@ class SessionNodes:
         codec.check_positions(record, parent.stop, parent.scheme)
         content = (record.id, record.data, record.media, record.origin, record.role, record.key)
         return Stored(Turn(*content, record.runs, record.state, record.replayed), record.details)
+
+    def raw(self, ordinal: int) -> bytes:
+        return self._log.read(self._columns.entries[self._place(ordinal)])
 
     def parent_of(self, ordinal: int) -> int:
         return int(self._columns.parents[self._place(ordinal)])
@@ -141,6 +231,13 @@ class SessionNodes:
         low, high = np.searchsorted(parents, ordinal, "left"), np.searchsorted(parents, ordinal, "right")
         children: list[int] = (order[low:high] + self.first).tolist()
         return children
+
+    def ids(self) -> NDArray[np.uint8]:
+        """The ids of all its nodes, in order: (n, 32), zeros where one is missing. Nothing is read for it."""
+        ids = np.zeros((len(self._places), ID_BYTES), np.uint8)
+        there = np.flatnonzero(self._places != MISSING)
+        ids[there] = np.ascontiguousarray(self._columns.entries["id"][self._places[there]]).view(np.uint8).reshape(-1, ID_BYTES)
+        return ids
 
     def find(self, node_id: bytes) -> int | None:
         if len(node_id) != ID_BYTES:
@@ -173,24 +270,29 @@ class Journal:
     """The sessions of one log. Any thread may call it; it is told what a session did by whoever holds that session's lock.
 
     ``waits``: whether a change is to be waited for before anybody sees it. ``follows``: whether others write, and this one looks
-    after them.
+    after them. ``strict``: whether one damaged session record is an error to whoever lists the sessions.
     """
 
-    def __init__(self, log: Log, path: str, features: FeatureStore, paths: PathCache) -> None:
+    def __init__(self, log: Log, path: str, features: FeatureStore, paths: PathCache, *, strict: bool = True) -> None:
         self.path = path
+        self._strict = strict
         self.follows = log.read_only
+        self.waits = log.durability == "commit"
         self._log = log
         self._features = features
         self._paths = paths
         self._lock = new_lock()
+        self._dropping = new_lock()
+        self.drops = 0  # so far
         self._underway: deque[tuple[int, tuple[bytes, ...]]] = deque()  # ids of nodes that may not be durable, by what to wait for
         self._ids: dict[str, int] = {}  # numbers of sessions that were found or made, by id
-        self._listed: tuple[str, ...] = ()  # ids of the sessions that the log was seen to hold
-        self._indexes: WeakValueDictionary[int, StoredIndex] = WeakValueDictionary()
-        self._columns = columns = Columns(log.entries())
-        later = np.flatnonzero((columns.kinds < codec.SESSION) | (columns.kinds > codec.ALIAS))
+        self._listed: dict[int, str | None] = {}  # ids of the sessions that the log was seen to hold; None: it is damaged
+        self._indexes: WeakValueDictionary[tuple[int, bool], StoredIndex] = WeakValueDictionary()
+        self._columns = columns = self._columns_now()
+        later = np.flatnonzero((columns.kinds < codec.SESSION) | (columns.kinds > codec.DROP))
         if len(later) and not self.read_only:
             raise IncompatibleStore(f"{path} holds {len(later)} records of a later version; open it read_only", path=path)
+        self._gone = columns.dropped_sessions()  # sessions that were dropped
         self._next = int(columns.sessions[columns.places(codec.SESSION)].astype(np.int64).max(initial=-1)) + 1
         self._openings = self._last_opening(columns)
 
@@ -218,7 +320,7 @@ class Journal:
         """The journal in a directory. Raises StoreLocked, IncompatibleStore, CorruptTree."""
         log = SegmentLog.open(path, read_only=read_only, durability=durability, strict=strict, entry_of=prefix_of)
         try:
-            return cls(log, os.fspath(path), features, paths)
+            return cls(log, os.fspath(path), features, paths, strict=strict)
         except BaseException:
             log.close()
             raise
@@ -226,10 +328,6 @@ class Journal:
     @property
     def read_only(self) -> bool:
         return self._log.read_only
-
-    @property
-    def waits(self) -> bool:
-        return self._log.durability == "commit"
 
     @property
     def leading(self) -> bool:
@@ -240,6 +338,15 @@ class Journal:
     def damaged(self) -> tuple[tuple[int, int, int], ...]:
         """(segment, start, stop) of every stretch that opening found damaged."""
         return self._log.damaged
+
+    @property
+    def damaged_sessions(self) -> tuple[int, ...]:
+        """Numbers of the sessions of which there are records, but not their own, or one that listing them found damaged."""
+        columns = self._columns
+        of_sessions = np.isin(columns.kinds, (codec.NODE, codec.HEAD))
+        lost = np.setdiff1d(columns.sessions[of_sessions], columns.sessions[columns.places(codec.SESSION)])
+        damaged = [number for number, session_id in tuple(self._listed.items()) if session_id is None]
+        return tuple(sorted({*lost.tolist(), *damaged}))
 
     @property
     def failed(self) -> bool:
@@ -261,6 +368,10 @@ class Journal:
         except StoreFailed as error:
             raise self._naming(error) from error.__cause__
 
+    def relieve(self) -> None:
+        """Where changes come faster than the disk takes them, wait for it."""
+        self._log.relieve()
+
     def flush(self) -> None:
         """Until everything is on disk. Raises StoreFailed naming the nodes that never will be."""
         try:
@@ -277,23 +388,65 @@ class Journal:
         return type(error)(f"{error}{named}", numbers=numbers, nodes=tuple(lost))
 
     def _remember(self, number: int, nodes: tuple[bytes, ...]) -> int:
-        durable, underway = self._log.durable, self._underway
-        while underway and underway[0][0] <= durable:
-            with suppress(IndexError):  # somebody else was quicker
-                underway.popleft()
+        underway = self._underway
         underway.append((number, nodes))
+        if len(underway) > _REMEMBERED:
+            durable = self._log.durable
+            with suppress(IndexError):  # somebody else was quicker
+                while underway[0][0] <= durable:
+                    underway.popleft()
         return number
 
     def close(self) -> None:
         self._log.close()
 
+    @property
+    def log(self) -> CompactLog:
+        """Where the records are, of a journal that can be written to."""
+        self.check_writable()
+        return cast(CompactLog, self._log)
+
+    @property
+    def openings(self) -> int:
+        """How many there were."""
+        with self._lock:
+            return self._openings
+
+    def tips(self, columns: Columns) -> dict[int, tuple[int, int] | None]:
+        """Of each session, what it was forked from."""
+        sessions = columns.places(codec.SESSION).tolist()
+        return {int(columns.sessions[place]): self._session(columns, place).tip for place in sessions}
+
+    def moved(self) -> None:
+        """The log begins elsewhere by now: let what is open know where its nodes are, so that nothing holds the old places."""
+        columns = self.columns()
+        for (number, hiding), index in list(self._indexes.items()):
+            old = index.source
+            assert isinstance(old, SessionNodes)
+            drops = self.dropped(columns, number) if hiding else ()
+            new = self._nodes(columns, old.first, number, drops, most=len(old))
+            if new.holds_all(old):
+                index.source = new
+                index.told = self._told(columns, number, hiding)
+
     def _look(self) -> None:
         """Take in what the log has by now."""
         if self.follows:
             self._log.refresh()
-        entries = self._log.entries()
-        if len(entries) != len(self._columns.entries):
-            self._columns = Columns(entries)
+        known = self._columns
+        if known.lease is not self._log.lease or len(self._log.entries()) != len(known.entries):
+            self._columns = self._columns_now()
+
+    def columns(self) -> Columns:
+        """What the log has by now."""
+        self._look()
+        return self._columns
+
+    def _columns_now(self) -> Columns:
+        while True:
+            lease, entries = self._log.lease, self._log.entries()
+            if lease is self._log.lease:  # of the same beginning
+                return Columns(entries, lease)
 
     # Reading
 
@@ -304,20 +457,41 @@ class Journal:
             if self.follows:
                 self._look()
             columns = self._columns
+            dropped = columns.dropped_sessions()
             for place in columns.named(columns.places(codec.SESSION), codec.name_digest(session_id)):
-                number = self._ids[session_id] = int(columns.sessions[place])
+                if int(columns.sessions[place]) not in dropped:
+                    number = self._ids[session_id] = int(columns.sessions[place])
         return number
 
     def session_ids(self) -> tuple[str, ...]:
-        """In the order they were created."""
+        """In the order they were created. Raises CorruptTree naming the session whose record is damaged; where that is not to be
+        strict, those beside it."""
         if self.follows:
             self._look()
         columns, listed = self._columns, self._listed
-        places = columns.places(codec.SESSION)
-        if len(listed) < len(places):
-            new = [self._session(columns, place).session_id for place in places[len(listed) :]]
-            listed = self._listed = listed + tuple(new)
-        return tuple(dict.fromkeys([*listed, *self._ids]))
+        dropped = columns.dropped_sessions()
+        found: list[str] = []
+        for place in columns.places(codec.SESSION).tolist():
+            number = int(columns.sessions[place])
+            if number in dropped:
+                continue
+            if number not in listed:
+                try:
+                    listed[number] = self._session(columns, place).session_id
+                except CorruptTree:
+                    if self._strict:
+                        raise
+                    listed[number] = None
+            if (session_id := listed[number]) is not None:
+                found.append(session_id)
+        made = (session_id for session_id, number in tuple(self._ids.items()) if listed.get(number, "") is not None)
+        return tuple(dict.fromkeys([*found, *made]))
+
+    def tip_of(self, number: int) -> tuple[int, int] | None:
+        """Of a stored fork: the number of the session it was made from, and the ordinal of the node it was made at."""
+        self._look()
+        places = self._columns.places(codec.SESSION, number)
+        return self._session(self._columns, places[0]).tip if len(places) else None
 
     def tree(self, number: int) -> SessionTree:
         """The tree of a stored session, as it is now: its nodes are read when they are asked for."""
@@ -332,13 +506,14 @@ class Journal:
         moves = 0
         places = columns.places(codec.HEAD, number)
         _, last = np.unique(columns.ids(places)[::-1], return_index=True)  # of each name
+        damage = max(((segment, start) for segment, start, _ in self._log.damaged), default=(0, 0))
         for place in places[::-1][last]:
-            record = codec.decode(self._log.read(columns.entries[place]))
-            if not isinstance(record, codec.HeadRecord) or record.session != number:
-                raise CorruptTree(f"the record of a head of session {number} is that of something else")
+            known = columns.entries[place]
+            record = self._read(known, codec.HeadRecord, "a head of ")
             moves = max(moves, record.version)
             if record.ordinal is not None:
-                heads[record.name] = StoredHead(index, record.ordinal, record.version)
+                uncertain = damage > (int(known["segment"]), int(known["offset"]))
+                heads[record.name] = StoredHead(index, record.ordinal, record.version, uncertain)
         return stored_tree(top, top.count, heads, moves)
 
     def _index(self, columns: Columns, number: int) -> StoredIndex:
@@ -348,7 +523,7 @@ class Journal:
         while at is not None:
             mine = columns.places(codec.SESSION, at)
             if not len(mine):
-                raise CorruptTree(f"session {at} has no record")
+                raise CorruptTree(f"session {at} has no sound record", session=at)
             record = self._session(columns, mine[0])
             chain.append(record)
             if record.tip is not None and record.tip[0] >= at:
@@ -356,16 +531,22 @@ class Journal:
             at = None if record.tip is None else record.tip[0]
         index = None
         for record in reversed(chain):
-            index = self._opened_index(columns, record, index)
+            index = self._opened_index(columns, record, index, whole=record.session != number)
         assert index is not None
         return index
 
-    def _opened_index(self, columns: Columns, record: codec.SessionRecord, source: StoredIndex | None) -> StoredIndex:
-        """The nodes of one session, over the path of one of ``source`` where it is a fork."""
-        places = columns.places(codec.NODE, record.session)
+    def _opened_index(
+        self, columns: Columns, record: codec.SessionRecord, source: StoredIndex | None, *, whole: bool
+    ) -> StoredIndex:
+        """The nodes of one session, over the path of one of ``source`` where it is a fork.
+
+        ``whole``: with those that were dropped, since a fork may share them.
+        """
+        drops = () if whole else self.dropped(columns, record.session)
+        key = record.session, bool(drops)
         with self._lock:
-            index = self._indexes.get(record.session)
-            if index is not None and index.told == len(places):
+            index = self._indexes.get(key)
+            if index is not None and index.told == self._told(columns, *key):
                 return index
         if record.tip is None or source is None:
             rules = scheme(record.scheme, **dict(record.params))
@@ -376,15 +557,43 @@ class Journal:
             root, first = tip.ancestor(0), tip.depth + 1
         if root.id != record.root_id:
             raise CorruptTree(f"session {record.session_id!r} has root {record.root_id[:4].hex()}, not {root.id[:4].hex()}")
-        index = StoredIndex(root, record.limits, self._nodes(columns, places, first, record.session), tip=tip)
-        index.told = len(places)
+        index = StoredIndex(root, record.limits, self._nodes(columns, first, record.session, drops), tip=tip)
+        index.told = self._told(columns, *key)
         with self._lock:
-            self._indexes[record.session] = index
+            self._indexes[key] = index
         return index
 
-    def _nodes(self, columns: Columns, places: NDArray[np.int64], first: int, number: int) -> SessionNodes:
-        """Nodes by ordinal, each once; where one is missing, it is when it is asked for."""
+    def _told(self, columns: Columns, number: int, drops: bool) -> tuple[int, int, int]:
+        """What an index of a session was made of: as long as that is the same, so is the index."""
+        beginning = 0 if columns.lease is None else columns.lease.first
+        return beginning, len(columns.places(codec.NODE, number)), len(columns.places(codec.DROP, number)) if drops else 0
+
+    def dropped(self, columns: Columns, number: int) -> tuple[int, ...]:
+        """The ordinals that a session no longer shows, without those below them."""
+        ordinals: set[int] = set()
+        for place in columns.places(codec.DROP, number):
+            record = codec.decode(self._log.read(columns.entries[place]))
+            if not isinstance(record, codec.DropRecord) or record.session != number:
+                raise CorruptTree(f"the record of what session {number} dropped is that of something else")
+            ordinals.update(record.ordinals)
+        return tuple(sorted(ordinals))
+
+    def pinned(self, number: int) -> dict[bytes, int]:
+        """The pinned nodes of a session: ordinals by id."""
+        columns = self._columns
+        pins: dict[bytes, int] = {}
+        for place in columns.places(codec.PIN, number):
+            entry = columns.entries[place]
+            if entry["key"]:
+                pins[entry["id"].tobytes()] = int(entry["ordinal"])
+            else:
+                pins.pop(entry["id"].tobytes(), None)
+        return pins
+
+    def _nodes(self, columns: Columns, first: int, number: int, drops: Sequence[int] = (), *, most: int = 0) -> SessionNodes:
+        """Nodes by ordinal, each once, ``most`` or more of them; where one is missing, it is when it is asked for."""
         ordinals = columns.ordinals
+        places = columns.places(codec.NODE, number)
         if len(places) and ordinals[places[-1]] != first + len(places) - 1:  # some were told of more than once, or are missing
             known, once = np.unique(ordinals[places], return_index=True)
             if int(known[0]) < first or int(known[-1]) - first > 2 * len(columns.kinds):
@@ -392,38 +601,95 @@ class Journal:
             by_ordinal = np.full(int(known[-1]) - first + 1, MISSING, np.int64)
             by_ordinal[known.astype(np.int64) - first] = places[once]
             places = by_ordinal
+        if len(places) < most:
+            places = np.concatenate([places, np.full(most - len(places), MISSING, np.int64)])
+        if drops:
+            places = np.where(below(drops, parents_of(columns, places), first), MISSING, places)
         return SessionNodes(self._log, columns, places, first)
 
     def _session(self, columns: Columns, place: int) -> codec.SessionRecord:
-        record = codec.decode(self._log.read(columns.entries[place]))
-        if not isinstance(record, codec.SessionRecord) or record.session != columns.sessions[place]:
-            raise CorruptTree(f"the record of session {columns.sessions[place]} is that of something else")
+        return self._read(columns.entries[place], codec.SessionRecord)
+
+    def _read(self, known: Any, kind: type[R], what: str = "") -> R:
+        """The record of an entry, of a session or of ``what`` of one. Raises CorruptTree naming the session."""
+        number, segment, offset = (int(known[name]) for name in ("session", "segment", "offset"))
+        try:
+            record = codec.decode(self._log.read(known))
+            if not isinstance(record, kind) or record.session != number:
+                raise CorruptTree("it is that of something else")
+        except CorruptTree as error:
+            message = f"the record of {what}session {number} is damaged: {error}"
+            raise CorruptTree(message, session=number, segment=segment, offset=offset) from error
         return record
 
     # Writing
 
-    def create(self, session_id: str, tree: SessionTree, tip: tuple[int, int] | None) -> tuple[int, int]:
+    def create(self, session_id: str, tree: SessionTree, tip: tuple[int, int] | None, drops: int = 0) -> tuple[int, int]:
         """Record a new session with all that its tree holds: its number, and which opening of the store this is.
 
-        ``tip``: whose node's path it shares. Waits for it where changes are waited for.
+        ``tip``: whose node's path it shares, seen while there had been so many ``drops``. Waits where changes are waited for.
         """
-        self._check_writable()
+        self.check_writable()
         root = tree.root
         with self._lock:
             number, self._next = self._next, self._next + 1
             self._openings += 1
             incarnation = self._openings
-        rules = root.scheme
-        # What a fork is of follows from the session it was forked from.
-        constants = (rules.name, tuple(sorted(rules.params.items())), root.namespace, root.model_fingerprint)
-        what = constants if tip is None else ("", (), Namespace(), "")
-        record = codec.SessionRecord(number, session_id, *what, tree.limits, root.id, tip)
-        first = 1 if tip is None else tree._index.base_count
-        waiting = self._log.enqueue(_with_prefixes([codec.encode(record), *self._node_records(number, tree, first)]))
+        with self._dropping:
+            if tip is not None and (drops != self.drops or tip[0] in self._gone):
+                tip = None  # what it shares may have been dropped meanwhile: it gets a copy
+            rules = root.scheme
+            # What a fork is of follows from the session it was forked from.
+            constants = (rules.name, tuple(sorted(rules.params.items())), root.namespace, root.model_fingerprint)
+            what = constants if tip is None else ("", (), Namespace(), "")
+            record = codec.SessionRecord(number, session_id, *what, tree.limits, root.id, tip)
+            first = 1 if tip is None else tree._index.base_count
+            waiting = self._log.enqueue(_with_prefixes([codec.encode(record), *self._node_records(number, tree, first)]))
         if self.waits:
             self._log.wait(waiting)
         self._ids[session_id] = number
         return number, incarnation
+
+    def pin(self, number: int, ordinal: int, node_id: bytes, pinned: bool, waiting: int) -> None:
+        """Record that a node, which rests on ``waiting``, is pinned or no longer. Waits for it where changes are waited for."""
+        self._record(codec.PinRecord(number, ordinal, node_id, pinned), waiting)
+
+    def drop(self, number: int, ordinals: Sequence[int], waiting: int = 0) -> None:
+        """Record that a session no longer shows some nodes and what is below them; [0]: that it is gone itself. Waits likewise."""
+        with self._dropping:
+            self.drops += 1
+            taken = self._enqueue(codec.DropRecord(number, tuple(sorted(set(ordinals)))), waiting)
+            if 0 in ordinals:
+                self._gone.add(number)
+                self._ids = {session_id: each for session_id, each in self._ids.items() if each != number}
+        if self.waits:
+            self._log.wait(taken)
+
+    def unreachable(self, number: int, recent: int, held: Iterable[int]) -> list[int]:
+        """Ordinals of the nodes of a session that nothing leads to: no head, no pin, nothing ``held``, none of the last ``recent``.
+
+        Of those that lie below each other, the topmost. Looks at what is written.
+        """
+        columns = self.columns()
+        first, places = columns.by_ordinal(columns.places(codec.NODE, number))
+        parents = parents_of(columns, places)
+        heads = columns.places(codec.HEAD, number)
+        last = {columns.entries[place]["id"].tobytes(): int(columns.ordinals[place]) for place in heads}
+        leads = {*last.values(), *self.pinned(number).values(), *held, *range(first + len(places) - recent, first + len(places))}
+        alive = np.frombuffer(above(leads, parents, first), np.bool)
+        dead = (places != MISSING) & ~alive & ~below(self.dropped(columns, number), parents, first)
+        above_them = np.array(parents, np.int64) - first
+        topmost = dead & ((above_them < 0) | ~dead[np.clip(above_them, 0, max(len(dead) - 1, 0))])
+        return (np.flatnonzero(topmost) + first).tolist()
+
+    def _record(self, record: codec.Record, waiting: int) -> None:
+        taken = self._enqueue(record, waiting)
+        if self.waits:
+            self._log.wait(taken)
+
+    def _enqueue(self, record: codec.Record, waiting: int) -> int:
+        self.check_writable()
+        return self._log.enqueue(_with_prefixes([codec.encode(record)]), waiting)
 
     def opened(self, number: int) -> int:
         """Record that a session is opened to be written to: which opening of the store that is, counted from 1."""
@@ -443,10 +709,7 @@ class Journal:
 
     def alias(self, namespace: Namespace, alias: str, identity: bytes | None) -> None:
         """Record what an alias names; None: nothing any more. Waits for it where changes are waited for."""
-        self._check_writable()
-        waiting = self._log.enqueue(_with_prefixes([codec.encode(codec.AliasRecord(namespace, alias, identity))]))
-        if self.waits:
-            self._log.wait(waiting)
+        self._record(codec.AliasRecord(namespace, alias, identity), 0)
 
     def aliased(self, namespace: Namespace, alias: str) -> bytes | None:
         """What an alias named when the log was looked at."""
@@ -459,7 +722,15 @@ class Journal:
             raise CorruptTree(f"the record of alias {alias!r} is that of something else")
         return record.identity
 
-    def _check_writable(self) -> None:
+    def aliases(self) -> dict[tuple[Namespace, str], bytes | None]:
+        """What each stored alias names; None: nothing any more."""
+        self._look()
+        columns = self._columns
+        records = (codec.decode(self._log.read(columns.entries[place])) for place in columns.places(codec.ALIAS))
+        return {(each.namespace, each.alias): each.identity for each in records if isinstance(each, codec.AliasRecord)}
+
+    def check_writable(self) -> None:
+        """Raises Unsupported where it is only read, CorruptTree where damage was found."""
         if self.read_only:
             raise Unsupported(f"the store at {self.path} was opened to be read")
         if self._log.damaged:
@@ -471,7 +742,7 @@ class Journal:
         ``waiting``: what was to be waited for before; ``told``: holds ``before`` for as long as nothing else is recorded. Raises
         WriteLost where what was before was lost, Overtaken, StoreFailed.
         """
-        self._check_writable()
+        self.check_writable()
         if after._heads is before._heads and after._count - before._count == 1:  # by far the commonest case
             index, ordinal = after._index, before._count
             node = index.nodes[ordinal - index.base_count]
@@ -480,7 +751,7 @@ class Journal:
             assert parent is not None
             key = 0 if node.key is None else codec.key_digest(node.key)
             prefix = _PREFIX.pack(codec.NODE, number, ordinal, parent, node.id, key)
-            record = codec.encode_node(number, ordinal, parent, node)
+            record = codec.node_parts(number, ordinal, parent, node)
             return self._remember(self._log.enqueue(((record, prefix),), waiting, told, before), (node.id,))
         records = self._node_records(number, after, before._count)
         nodes = tuple(codec.entry_of(record).id for record in records)

@@ -20,13 +20,14 @@ from sessiontree.digest import content_prefix, node_id
 from sessiontree.edits import has_table
 from sessiontree.errors import CorruptTree
 from sessiontree.frozen import freeze_metadata
+from sessiontree.heads import Head
 from sessiontree.index import Limits
 from sessiontree.media import MediaItem
 from sessiontree.node import Lineage, Namespace, Node, Origin, TurnPositions
 from sessiontree.positions import PositionScheme, PositionState
 from sessiontree.positions.runs import Runs
 from sessiontree.tokens import TOKEN_BYTES, PathCache
-from sessiontree.tree import DEFAULT_PATH_CACHE_BYTES, Head, SessionTree, new_tree
+from sessiontree.tree import DEFAULT_PATH_CACHE_BYTES, SessionTree, new_tree
 from sessiontree.turns import Turn
 
 
@@ -109,13 +110,13 @@ def _node(constants: _Constants, root_id: bytes, records: Sequence[_Record]) -> 
 
 
 def _tree(
-    constants: _Constants, root_id: bytes, records: Sequence[_Record], heads: dict[str, tuple[int, int]], moves: int
+    constants: _Constants, root_id: bytes, records: Sequence[_Record], heads: dict[str, tuple[int, int, bool]], moves: int
 ) -> SessionTree:
     tree, nodes = _rebuilt(constants, root_id, records)
-    for name, (number, _) in heads.items():
+    for name, (number, _, _) in heads.items():
         if not -1 <= number < len(records):
             raise CorruptTree(f"head {name!r} is at record {number} of {len(records)}")
-    named = {name: Head(nodes[number], version) for name, (number, version) in heads.items()}
+    named = {name: Head(nodes[number], version, uncertain) for name, (number, version, uncertain) in heads.items()}
     return tree._with_heads(pmap(named), moves)
 
 
@@ -127,7 +128,7 @@ def _reduce_node(node: Node) -> tuple[Any, ...]:
 def _reduce_tree(tree: SessionTree) -> tuple[Any, ...]:
     nodes = list(tree)
     numbers = {node.id: number for number, node in enumerate(nodes, -1)}
-    heads = {name: (numbers[head.node.id], head.version) for name, head in tree._heads.items()}
+    heads = {name: (numbers[head.node.id], head.version, head.uncertain) for name, head in tree._heads.items()}
     return _tree, (_constants(tree.root, tree.limits), tree.root.id, _records(nodes), heads, tree._moves)
 
 

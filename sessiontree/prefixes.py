@@ -169,7 +169,7 @@ class PrefixIndex:
     )
 
     def __init__(self, tip: Node, base: PrefixIndex | None = None, base_count: int = 0) -> None:
-        self.nodes: list[Node] = []
+        self.nodes: list[Node | None] = []
         if base is None:
             self.first = tip.depth + 1
             self._path = _Path(tip)
@@ -215,6 +215,10 @@ class PrefixIndex:
             self._add_end(line, stop, number)
         self._places[node.id] = line
         self.nodes.append(node)
+
+    def skip(self) -> None:
+        """There is no node of the next number."""
+        self.nodes.append(None)
 
     def _place_of(self, node: Node) -> _Line:
         """The line that a node, of its own or below, ends on."""
@@ -284,7 +288,9 @@ class PrefixIndex:
         return (*self._below, (self, count))
 
     def _node(self, number: int) -> Node:
-        return self.nodes[number - self.first] if number >= self.first else self._path.tip.ancestor(number)
+        node = self.nodes[number - self.first] if number >= self.first else self._path.tip.ancestor(number)
+        assert node is not None  # nothing ends where nothing was added
+        return node
 
     def _end_before(self, line: _Line, left: int, count: int) -> tuple[int, int]:
         """(path index, number) of the node of its own, of the first ``count``, that ends last on ``line`` at or before ``left``.

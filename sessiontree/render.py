@@ -233,13 +233,19 @@ def _listed(names: Sequence[str]) -> str:
     return " ".join(map(_name, names[:MAX_NAMES])) + more
 
 
-def _name(text: str) -> str:
+def _name(text: str, limit: int = MAX_NAME) -> str:
     """A user's text as part of a line."""
-    start = text[:MAX_NAME]
+    start = text[:limit]
     name = start if _PLAIN.fullmatch(start) else repr(start)
-    if not name.isascii() and any(bidirectional(character) in ("R", "AL", "AN") for character in name):
-        name = f"\u2068{name}\u2069"  # first strong isolate, pop: digits and brackets beside it stay where they are
-    return name if len(text) <= MAX_NAME else f"{name}…({len(text):,} characters)"
+    name = _isolated(name)
+    return name if len(text) <= limit else f"{name}…({len(text):,} characters)"
+
+
+def _isolated(text: str) -> str:
+    """Text that may run from right to left as part of a line: digits and brackets beside it stay where they are."""
+    if not text.isascii() and any(bidirectional(character) in ("R", "AL", "AN") for character in text):
+        return f"\u2068{text}\u2069"  # first strong isolate, pop
+    return text
 
 
 def _quoted(*lines: str) -> str:

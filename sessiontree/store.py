@@ -24,15 +24,17 @@ from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pyrsistent import PMap, pmap
+from pyrsistent import PMap
 
 from sessiontree.backends.blobs import FeatureFolder
+from sessiontree.compaction import GcReport, Progress, compact
 from sessiontree.details import NO_DETAILS, Details
 from sessiontree.draft import Draft, checked_finish_reason
 from sessiontree.edits import Content, Edit, Plan, plan_linear, plan_prefix, plan_rewrite, without_bos
 from sessiontree.errors import (
     IncompatibleStore,
     KeyTaken,
+    NodeHeld,
     OutOfRange,
     SessionExists,
     SessionTreeError,
@@ -45,6 +47,7 @@ from sessiontree.errors import (
 from sessiontree.features import DEFAULT_BUDGET as DEFAULT_FEATURE_BYTES
 from sessiontree.features import Features, FeatureStore
 from sessiontree.frozen import checked_text, freeze_metadata
+from sessiontree.heads import Head, HeadNodes
 from sessiontree.journal import Durability, Journal, Overtaken, WriteLost
 from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
@@ -54,8 +57,8 @@ from sessiontree.positions import scheme as scheme_named
 from sessiontree.prefixes import PrefixMatch
 from sessiontree.query import Diff, Order, Problem
 from sessiontree.record import Recorded, plan_record, with_key
-from sessiontree.tokens import PathCache, TokenIds, in_range, token_array, token_bytes
-from sessiontree.tree import DEFAULT_PATH_CACHE_BYTES, UNSET, Head, SessionTree, limits_of, lineage_of, new_tree
+from sessiontree.tokens import PathCache, TokenIds, as_index, in_range, token_array, token_bytes
+from sessiontree.tree import DEFAULT_PATH_CACHE_BYTES, UNSET, SessionTree, limits_of, lineage_of, new_tree
 from sessiontree.turns import Turn, plan_turn
 
 __all__ = ["Session", "SessionStore"]
@@ -82,6 +85,7 @@ class Session:
         "_lock",
         "_number",
         "_open_drafts",
+        "_pins",
         "_store",
         "_told",
         "_tree",
@@ -108,6 +112,7 @@ class Session:
         self._closed = False
         self._generations = itertools.count(1)
         self._open_drafts: WeakSet[Draft] = WeakSet()
+        self._pins: dict[bytes, int] = {}  # ids of the pinned nodes
         self._used = True  # since the last tick
         self._last_used = -math.inf  # the time when it was
 
@@ -160,8 +165,8 @@ class Session:
 
     @property
     def heads(self) -> PMap[str, Node]:
-        """Named nodes; a copy each time."""
-        return pmap({name: head.node for name, head in self._tree.heads.items()}, pre_size=8)
+        """Named nodes; a copy each time. Of a session on disk, each is read when it is asked for by name."""
+        return HeadNodes(dict(self._tree.heads))
 
     def head(self, name: str) -> Head:
         """A head with its version. Raises UnknownHead."""
@@ -368,7 +373,8 @@ class Session:
         with self._lock:
             while True:
                 self._check_open()
-                self._settle(journal)
+                if self._unsettled:
+                    self._settle(journal)
                 before = self._written
                 after, result = operation(before)
                 if self._written is not before:
@@ -385,7 +391,9 @@ class Session:
                 break
             if not journal.waits:
                 self._tree = self._written
-                return result
+        if not journal.waits:
+            journal.relieve()
+            return result
         try:
             journal.wait(waiting)
         finally:
@@ -416,6 +424,8 @@ class Session:
                 self._told[0] = written
             self._waiting = max(self._waiting, waiting)
             self._used = True
+            if self._written is written:
+                return self._waiting
 
     def _settle(self, journal: Journal) -> None:
         """Show what has become durable; take back what was lost, and what was written behind it."""
@@ -457,6 +467,20 @@ class Session:
         """A node's path without its last ``count`` tokens. See :meth:`SessionTree.drop_last`."""
         source = self._tree._resolve(node)
         return self._planned(plan_prefix(source, source.stop - in_range(count, source.stop, "count", source)), source.stop)
+
+    def _take(self, turns: Sequence[tuple[bytes, Turn, Details]]) -> int:
+        """Make nodes of turns as they are, each under the node of an id, all of them or none: how many were not there.
+
+        Nothing that stands in a turn is checked. Raises UnknownNode, KeyTaken, LimitExceeded.
+        """
+
+        def attach(tree: SessionTree) -> tuple[SessionTree, int]:
+            before = len(tree)
+            for parent, turn, details in turns:
+                tree, _ = tree._attach(tree.node(parent), turn, details, reserved=0)
+            return tree, len(tree) - before
+
+        return self._swap(attach)
 
     def _planned(self, plan: Plan, was: int) -> Node:
         # Planned before the lock is taken, as long as that takes and whatever code of a caller's it runs.
@@ -507,6 +531,84 @@ class Session:
         """Create or move a head, by compare-and-set where ``expected`` is given. See :meth:`SessionTree.set_head`."""
         return self._swap(lambda tree: tree.set_head(name, node, expected))
 
+    @property
+    def pins(self) -> frozenset[bytes]:
+        """Ids of the nodes that are pinned."""
+        return frozenset(self._pins)
+
+    def pin(self, node: Node | bytes) -> None:
+        """Keep a node with its path and its media, whatever :meth:`SessionStore.gc` removes, until it is unpinned."""
+        self._set_pin(node, pinned=True)
+
+    def unpin(self, node: Node | bytes) -> None:
+        """No longer keep a node for a pin's sake. One that is not pinned is left as it is."""
+        self._set_pin(node, pinned=False)
+
+    def _set_pin(self, node: Node | bytes, *, pinned: bool) -> None:
+        journal = self._store._journal
+        with self._lock:
+            self._check_open()
+            tree = self._written
+            found = tree._resolve(node)
+            if (found.id in self._pins) == pinned:
+                return
+            ordinal = tree._index.find_ordinal(found, tree._count)
+            assert ordinal is not None
+            if journal is not None and self._number is not None:
+                journal.pin(self._number, ordinal, found.id, pinned, self._waiting)
+            self._pins = {**self._pins, found.id: ordinal}
+            if not pinned:
+                del self._pins[found.id]
+
+    def drop(self, *nodes: Node | bytes) -> None:
+        """Forget nodes and all below them. Whoever holds them keeps them; :meth:`SessionStore.gc` gives their bytes back.
+
+        Raises UnknownNode; NodeHeld where a head, a pin or an open draft is among them; Unsupported for the root, which goes with
+        its session, and for the path that a fork shares with the session it was forked from.
+        """
+        journal = self._store._journal
+        with self._lock:
+            self._check_open()
+            if journal is not None:
+                journal.flush()
+                self._settle(journal)
+            tree = self._written
+            roots = [tree._resolve(node) for node in nodes]
+            pins = ((f"pin {pin[:4].hex()}", tree.node(pin)) for pin in self._pins)
+            drafts = (("an open draft", draft.parent) for draft in self._drafts())
+            heads = ((f"head {name!r}", head.node) for name, head in tree._heads.items())
+            tree._check_held(roots, itertools.chain(heads, pins, drafts))
+            if not roots:
+                return
+            if journal is None or self._number is None:
+                self._tree = self._written = self._told[0] = tree.drop(*roots)
+            else:
+                ordinals = [tree._index.find_ordinal(node, tree._count) or 0 for node in roots]
+                journal.drop(self._number, ordinals, self._waiting)
+                self._reload(journal)
+            self._used = True
+
+    def _collect(self, recent: int) -> None:
+        """Drop what nothing leads to. See :meth:`SessionStore.gc`."""
+        journal = self._store._journal
+        with self._lock:
+            if self._closed:
+                return
+            if journal is None or self._number is None:
+                tree = self._tree
+                held = [head.node for head in tree._heads.values()]
+                held += [*map(tree.node, self._pins), *(draft.parent for draft in self._drafts())]
+                dead = tree._unreachable(held, recent)
+                self._tree = self._written = self._told[0] = tree.drop(*dead) if dead else tree
+                return
+            journal.flush()
+            self._settle(journal)
+            index, count = self._written._index, self._written._count
+            drafts = {index.find_ordinal(draft.parent, count) or 0 for draft in self._drafts()}
+            if ordinals := journal.unreachable(self._number, recent, drafts):
+                journal.drop(self._number, ordinals, self._waiting)
+                self._reload(journal)
+
     def drop_head(self, name: str) -> None:
         """Forget a head; its node stays. Raises UnknownHead."""
         self._swap(lambda tree: (tree.drop_head(name), None))
@@ -535,9 +637,13 @@ class Session:
         return True
 
     def _has_open_draft(self) -> bool:
+        return bool(self._drafts())
+
+    def _drafts(self) -> list[Draft]:
+        """Those that are open."""
         while True:
             try:
-                return any(not draft.closed for draft in self._open_drafts)
+                return [draft for draft in self._open_drafts if not draft.closed]
             except RuntimeError:  # a signal handler has opened one meanwhile
                 continue
 
@@ -601,6 +707,7 @@ class SessionStore:
         self._idle_ttl = idle_ttl
         self._now = -math.inf
         self._journal: Journal | None = None
+        self._collecting = new_lock()
         self._opening = new_lock()  # for taking sessions from the disk: one thread makes each
         self._creating: set[str] = set()  # ids of sessions that are being written there
 
@@ -638,7 +745,8 @@ class SessionStore:
         beside a process that writes, or before one does, following it at every :meth:`get` and :meth:`sessions`, which take the
         sessions that were got before along; nothing is created then. ``strict``: refuse a store in which opening finds damage
         before the end; what the sidecars vouch for is checked when it is read. False: read everything now, and serve what is sound
-        of it, to be read only: a head is then the last of which a sound record is left. See :attr:`damaged`.
+        of it, to be read only: a head is then the last of which a sound record is left, and :attr:`Head.uncertain` where damage may
+        hide a later one. See :attr:`damaged` and :attr:`damaged_sessions`.
 
         Sessions are read as they are asked for: opening looks at none of them, and reading a path takes memory for that path. A
         session that was closed is opened again by :meth:`get`. The rest as for :meth:`in_memory`.
@@ -682,16 +790,26 @@ class SessionStore:
         """
         if not isinstance(session, Session):
             raise TypeError(f"a Session is forked, not {type(session).__name__}")
+        drops = 0 if self._journal is None else self._journal.drops
         tree = session._tree
         source = tree._resolve(node)
+        return self._fork(session, tree, source, new_session_id, tree.forked(source), drops)
+
+    def _fork(
+        self, session: Session, tree: SessionTree, source: Node, new_session_id: str, forked: SessionTree, drops: int
+    ) -> Session:
+        """A session of ``forked``, which lies over the path of ``source``, a node of the session's ``tree``.
+
+        ``drops``: how many there had been in the journal when that was found.
+        """
         tip = None
         if self._journal is not None and session._store is self and session._number is not None:
             ordinal = tree._index.find_ordinal(source, tree._count)
             assert ordinal is not None
             tip = session._number, ordinal
-        return self._open(new_session_id, tree.forked(source), tip)
+        return self._open(new_session_id, forked, tip, drops)
 
-    def _open(self, session_id: str, tree: SessionTree, tip: tuple[int, int] | None = None) -> Session:
+    def _open(self, session_id: str, tree: SessionTree, tip: tuple[int, int] | None = None, drops: int = 0) -> Session:
         session_id = checked_text(session_id, "a session id")
         if not 0 < len(session_id) <= MAX_SESSION_ID:
             raise OutOfRange(
@@ -700,7 +818,7 @@ class SessionStore:
                 limit=MAX_SESSION_ID,
             )
         if self._journal is not None:
-            return self._open_durably(self._journal, session_id, tree, tip)
+            return self._open_durably(self._journal, session_id, tree, tip, drops)
         with self._lock:
             self._check_open()
             if session_id in self._sessions:
@@ -710,14 +828,16 @@ class SessionStore:
             self._sessions[session_id] = session
         return session
 
-    def _open_durably(self, journal: Journal, session_id: str, tree: SessionTree, tip: tuple[int, int] | None) -> Session:
+    def _open_durably(
+        self, journal: Journal, session_id: str, tree: SessionTree, tip: tuple[int, int] | None, drops: int
+    ) -> Session:
         with self._opening:
             self._check_open()
             if session_id in self._sessions or session_id in self._creating or journal.number_of(session_id) is not None:
                 raise SessionExists(f"session {session_id!r} is in the store", session_id=session_id)
             self._creating.add(session_id)
         try:
-            number, incarnation = journal.create(session_id, tree, tip)  # which may wait for the disk
+            number, incarnation = journal.create(session_id, tree, tip, drops)  # which may wait for the disk
             session = Session(session_id, incarnation, tree, self, number)
             with self._lock:
                 self._sessions[session_id] = session
@@ -739,9 +859,21 @@ class SessionStore:
             if session is None:
                 session = Session(session_id, journal.opened(number), tree, self, number)
             session._tree = session._written = session._told[0] = tree
+            session._pins = journal.pinned(number)
             with self._lock:
                 self._sessions[session_id] = session
         return session
+
+    def _tree_of(self, session_id: str) -> SessionTree | None:
+        """A session's tree as it is now, without opening the session; None where there is none."""
+        with self._lock:
+            self._check_open()
+            found = self._sessions.get(session_id)
+        journal = self._journal
+        if journal is None or (found is not None and not journal.follows):
+            return None if found is None else found.tree
+        number = journal.number_of(session_id)
+        return None if number is None else journal.tree(number)._read_only()
 
     def get(self, session_id: str, *, scheme: PositionScheme | str | None = None, model_fingerprint: str | None = None) -> Session:
         """The session of this id: the open one, or from the disk.
@@ -755,13 +887,19 @@ class SessionStore:
         if self._journal is not None and (found is None or self._journal.follows):
             found = self._found(self._journal, checked_text(session_id, "a session id"))
         if found is None:
-            raise UnknownSession(f"no open session {session_id!r}", session_id=session_id)
+            lost = self.damaged_sessions if self.damaged else ()
+            beside = f"; the ids of sessions {', '.join(map(str, lost))} are lost to damage" if lost else ""
+            raise UnknownSession(f"no open session {session_id!r}{beside}", session_id=session_id)
         _check_expected(found, scheme, model_fingerprint)
         found._used = True
         return found
 
     def sessions(self) -> tuple[str, ...]:
-        """Ids of the open sessions, in the order they were opened; of a store on disk: of all, in the order they were created."""
+        """Ids of the open sessions, in the order they were opened; of a store on disk: of all, in the order they were created.
+
+        Where the record of one is damaged, that raises CorruptTree with its number (``session``); with ``strict=False`` it is left
+        out, and stands in :attr:`damaged_sessions`. The others can be got either way.
+        """
         with self._lock:
             self._check_open()
             if self._journal is None:
@@ -783,6 +921,14 @@ class SessionStore:
     def damaged(self) -> tuple[tuple[int, int, int], ...]:
         """(segment, start, stop) of every stretch that opening with ``strict=False`` found damaged; such a store is only read."""
         return () if self._journal is None else self._journal.damaged
+
+    @property
+    def damaged_sessions(self) -> tuple[int, ...]:
+        """Numbers of sessions, as they were created, whose own records are damaged, so that nobody knows their ids any more.
+
+        Those of which anything else is left, and with ``strict=False`` those that :meth:`sessions` has left out.
+        """
+        return () if self._journal is None else self._journal.damaged_sessions
 
     @property
     def recovered_bytes(self) -> int:
@@ -807,6 +953,57 @@ class SessionStore:
         if self._idle_ttl is None:
             return ()
         return tuple(session.id for session in open_sessions if session._expire(before, now, self._idle_ttl))
+
+    def drop(self, session_id: str) -> None:
+        """Forget a session and close it. What was forked from it keeps its path; :meth:`gc` gives the rest back.
+
+        Raises UnknownSession; NodeHeld where it has a pin or an open draft.
+        """
+        with self._opening:
+            session = self.get(session_id)
+            with session._lock:
+                for holder in (*(f"pin {pin[:4].hex()}" for pin in session._pins), *("an open draft" for _ in session._drafts())):
+                    raise NodeHeld(f"session {session_id!r} is held by {holder}", node=None, holder=holder)
+                if self._journal is not None and session._number is not None:
+                    self._journal.drop(session._number, [0], session._waiting)
+                session._closed = True
+            self._forget(session)
+
+    def gc(self, *, recent: int | None = None, progress: Progress | None = None) -> GcReport:
+        """Give back what was dropped: nodes, heads, aliases, and features that no node names any more.
+
+        Nodes are kept that their sessions show, with their paths; those that forks share; and what a reader, in any process, holds.
+        ``recent``: also drop what no head, pin or open draft leads to, except for the last so many nodes of each session and their
+        paths; None: drop nothing more. ``progress``: is told (done, all) nodes.
+
+        Others go on reading and writing meanwhile. A crash or an error at any moment leaves every path that can be reached as it
+        was. A store in memory has nothing to give back but what ``recent`` drops. Raises Unsupported for a store that is only read,
+        StoreFailed, CorruptTree where what is to be kept is damaged.
+        """
+        if recent is not None and as_index(recent, "recent") < 0:
+            raise OutOfRange(f"recent is {recent}, below 0", value=recent, limit=0)
+        self._check_open()
+        journal = self._journal
+        before = sum(map(self._count, self._sessions.values()))
+        with self._collecting:
+            if journal is not None:
+                journal.check_writable()
+            if recent is not None:
+                for session in tuple(self._sessions.values()):
+                    session._collect(recent)
+                for session_id in self.sessions() if journal is not None else ():
+                    with self._opening:
+                        number = None if session_id in self._sessions or journal is None else journal.number_of(session_id)
+                        if journal is not None and number is not None and (dead := journal.unreachable(number, recent, ())):
+                            journal.drop(number, dead)
+            if journal is not None:
+                files = self._features.files
+                return compact(journal, files if isinstance(files, FeatureFolder) else None, progress)
+        return GcReport(before, sum(map(self._count, self._sessions.values())), 0, 0, 0, swept=True)
+
+    @staticmethod
+    def _count(session: Session) -> int:
+        return len(session._tree) - 1
 
     def put_features(self, item: MediaItem, features: Any) -> Features:
         """Keep features of an item (pixels, encoder outputs) by its content, under the budget. See :meth:`FeatureStore.put`.

@@ -8,6 +8,7 @@ added to it: what a session writes after it was opened lies in a layer above.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol
@@ -18,6 +19,7 @@ from sessiontree.errors import CorruptTree
 from sessiontree.index import Limits, NodeIndex
 from sessiontree.locks import new_lock
 from sessiontree.node import Node, make_child
+from sessiontree.prefixes import PrefixIndex
 from sessiontree.tokens import Extent
 from sessiontree.turns import Turn
 
@@ -34,17 +36,24 @@ class Stored(NamedTuple):
 class NodeSource(Protocol):
     """Nodes of one session by their ordinals, in commit order.
 
-    ``first``: that of the first one here, behind the root or a path. ``lenient``: damage is known and told of, so whoever goes
+    ``first``: that of the first one here, behind the root or a path; ``len``: how many ordinals there are from there on, of which
+    ``missing`` have no node, or none any more. ``lenient``: damage is known and told of, so whoever goes
     through all of them goes on behind a node that cannot be read.
     """
 
     first: int
+    missing: int
     lenient: bool
 
     def __len__(self) -> int: ...
 
+    def has(self, ordinal: int) -> bool: ...
+
     def read(self, ordinal: int, parent: Node) -> Stored:
         """Its record, checked to be that of a child of ``parent``. Raises CorruptTree."""
+
+    def raw(self, ordinal: int) -> bytes:
+        """Its record as it lies there, its checksum checked and nothing else. Raises CorruptTree."""
 
     def parent_of(self, ordinal: int) -> int: ...
 
@@ -60,7 +69,8 @@ class NodeSource(Protocol):
 class StoredIndex(NodeIndex):
     """The nodes of ``source`` below the root, or below the path of ``tip`` in a forked session. Never written to.
 
-    ``told``: how many records its maker made it of, for its maker to know whether there are more by now.
+    ``told``: what its maker made it of, for its maker to know whether that is still what there is. ``source`` may be replaced by
+    one of the same nodes.
     """
 
     __slots__ = ("_known", "_loading", "_recent", "source", "told")
@@ -68,13 +78,14 @@ class StoredIndex(NodeIndex):
     def __init__(self, root: Node, limits: Limits, source: NodeSource, *, tip: Node | None = None) -> None:
         super().__init__(root, limits, tip=tip)
         self.source = source
-        self.told = len(source)
+        self.told: object = None
         self._known: WeakValueDictionary[int, Node] = WeakValueDictionary()
         self._recent: deque[Node] = deque(maxlen=_RECENT)
         self._loading = new_lock()
-        self.nodes: Any = _Nodes(self)
-        self.by_id: Any = _ById(self)
-        self.by_key: Any = _ByKey(self)
+        # Proxies: it goes when nobody holds it, and with it what keeps its records on disk.
+        self.nodes: Any = _Nodes(weakref.proxy(self))
+        self.by_id: Any = _ById(weakref.proxy(self))
+        self.by_key: Any = _ByKey(weakref.proxy(self))
         root._extent.writer = root._extent.writer or self.writer
 
     def add(self, node: Node) -> None:
@@ -94,6 +105,17 @@ class StoredIndex(NodeIndex):
                     raise
             else:
                 yield child, node
+
+    def _add_prefixes(self, prefixes: PrefixIndex, count: int) -> PrefixIndex:
+        for ordinal in range(prefixes.count, count):
+            try:
+                node = self.node(ordinal) if self.source.has(ordinal) else None
+            except CorruptTree:
+                if not self.source.lenient:
+                    raise
+                node = None
+            prefixes.skip() if node is None else prefixes.add(node)
+        return prefixes
 
     def ordinal_of(self, node: Node) -> int | None:
         """The ordinal of a node that is here, or on the path it lies over."""
@@ -147,11 +169,12 @@ class StoredIndex(NodeIndex):
 
 
 class StoredHead(NamedTuple):
-    """A head whose node is made when it is asked for."""
+    """A head whose node is made when it is asked for. ``uncertain``: damage may hide where it went later."""
 
     nodes: StoredIndex
     ordinal: int
     version: int
+    uncertain: bool = False
 
     @property
     def node(self) -> Node:
@@ -175,7 +198,10 @@ class _Nodes(Sequence[Node]):
         return self._index.node(self._index.base_count + at)
 
     def _through(self, numbers: range) -> Iterator[Node]:
+        source, base = self._index.source, self._index.base_count
         for number in numbers:
+            if source.missing and not source.has(base + number):
+                continue
             try:
                 node = self[number]
             except CorruptTree:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import attrs
 from numpy.typing import ArrayLike
@@ -20,9 +20,20 @@ from sessiontree import query, render
 from sessiontree.details import NO_DETAILS, Details
 from sessiontree.digest import ID_BYTES
 from sessiontree.edits import Content, Edit, Plan, plan_linear, plan_prefix, plan_rewrite, without_bos
-from sessiontree.errors import HeadMoved, KeyTaken, LimitExceeded, NameTaken, OutOfRange, UnknownHead, UnknownNode
+from sessiontree.errors import (
+    HeadMoved,
+    KeyTaken,
+    LimitExceeded,
+    NameTaken,
+    NodeHeld,
+    OutOfRange,
+    UnknownHead,
+    UnknownNode,
+    Unsupported,
+)
 from sessiontree.features import FeatureStore
 from sessiontree.frozen import Sealed, checked_text, freeze_metadata, no_subclasses, seal
+from sessiontree.heads import Head, handed_head
 from sessiontree.index import Limits, NodeIndex
 from sessiontree.media import MediaItem, placements
 from sessiontree.node import Lineage, Namespace, Node, make_child, make_root
@@ -48,13 +59,6 @@ DEFAULT_PATH_CACHE_BYTES: Final = 32 * 2**20
 
 #: More layers than this are not let stand. Carrying keeps far fewer; writes that come in the middle of others do not carry.
 MAX_LAYERS: Final = 64
-
-
-class Head(NamedTuple):
-    """A named place in a tree. ``version`` grows with every move of any head, so that it never repeats."""
-
-    node: Node
-    version: int
 
 
 @attrs.frozen(init=False, eq=False, repr=False)
@@ -105,10 +109,10 @@ class SessionTree(Sealed):
     @property
     def heads(self) -> PMap[str, Head]:
         """Named places; a copy each time."""
-        return pmap({name: Head(head.node, head.version) for name, head in self._heads.items()}, pre_size=8)
+        return pmap({name: handed_head(head) for name, head in self._heads.items()}, pre_size=8)
 
     def __len__(self) -> int:
-        return self._count
+        return self._count - self._index.missing
 
     def __iter__(self) -> Iterator[Node]:
         return self._index.walk(self._count)
@@ -245,10 +249,10 @@ class SessionTree(Sealed):
 
     def _head(self, name: str) -> Head | None:
         found = self._heads.get(name)
-        return Head(found.node, found.version) if isinstance(found, StoredHead) else found
+        return None if found is None else handed_head(found)
 
     def __repr__(self) -> str:
-        return f"<SessionTree {self.root.id[:4].hex()} {self.scheme.name} nodes={self._count} heads={sorted(self._heads)}>"
+        return f"<SessionTree {self.root.id[:4].hex()} {self.scheme.name} nodes={len(self)} heads={sorted(self._heads)}>"
 
     # New values
 
@@ -346,7 +350,7 @@ class SessionTree(Sealed):
         actual = self._head(name)
         if expected is None:
             if actual is not None:
-                raise NameTaken(f"head {name!r} exists, at {actual.node!r}", name=name, actual=actual)
+                raise NameTaken(f"head {name!r} exists, at {_place(actual)}", name=name, actual=actual)
         elif expected is not UNSET:
             if not isinstance(expected, (Head, Node, bytes)):
                 raise TypeError(f"expected is a Head, a Node, its id or None, not {type(expected).__name__}")
@@ -365,6 +369,51 @@ class SessionTree(Sealed):
     def _with_heads(self, heads: PMap[str, Head | StoredHead], moves: int) -> SessionTree:
         return _value(self._index, self._count, heads, moves, self._writes)
 
+    def drop(self, *nodes: Node | bytes) -> SessionTree:
+        """The tree without these nodes and all below them. O(all nodes).
+
+        Raises UnknownNode, NodeHeld where a head is among them, Unsupported for the root, and for the path that a fork shares.
+        """
+        roots = [self._resolve(node) for node in nodes]
+        self._check_held(roots, ((f"head {name!r}", head.node) for name, head in self._heads.items()))
+        lowest = self._index
+        while lowest.base is not None:
+            lowest = lowest.base
+        index = NodeIndex(lowest.root, lowest.limits, tip=lowest.tip)
+        gone = {node.id for node in roots}
+        for ordinal, node in enumerate(self):
+            if node.id in gone or (node.parent is not None and node.parent.id in gone):
+                gone.add(node.id)
+            elif ordinal >= index.base_count:
+                index.add(node)
+        moves = self._moves + 1 + self._count - index.count
+        return _value(index, index.count, self._heads, moves, True)
+
+    def _unreachable(self, held: Iterable[Node], recent: int) -> list[Node]:
+        """The topmost of the nodes that lead to none that is held, nor to one of the last ``recent``."""
+        nodes = list(self)
+        alive = {node.id for node in held}
+        alive.update(node.id for node in nodes[max(0, len(nodes) - recent) :])
+        for node in reversed(nodes):
+            if node.id in alive and node.parent is not None:
+                alive.add(node.parent.id)
+        lowest = self._index.lowest
+        alive.update(node.id for node in nodes[: max(1, lowest)])  # the root, and a path that a fork shares
+        return [node for node in nodes if node.id not in alive and node.parent is not None and node.parent.id in alive]
+
+    def _check_held(self, roots: Sequence[Node], held: Iterable[tuple[str, Node]]) -> None:
+        """Whether these nodes can go, given what is held and by what."""
+        index = self._index
+        for root in roots:
+            ordinal = index.find_ordinal(root, self._count)
+            if root.parent is None or ordinal is None or ordinal < index.lowest:
+                what = "the root" if root.parent is None else "a node of the path that a fork shares"
+                raise Unsupported(f"{what} goes with its session alone", node=root)
+        for holder, node in held:
+            for root in roots:
+                if node.depth >= root.depth and node.ancestor(root.depth).id == root.id:
+                    raise NodeHeld(f"{root!r} is held by {holder}, at {node!r}", node=node, holder=holder)
+
     def forked(self, node: Node | bytes) -> SessionTree:
         """A tree that holds the path of ``node``; nodes are shared, heads are not. O(1), but for open tool calls.
 
@@ -372,9 +421,13 @@ class SessionTree(Sealed):
         a fork drops none of them. To go on from all of them, see :meth:`linearize`.
         """
         node = self._resolve(node)
-        index = NodeIndex(self.root, self.limits, tip=node, tip_source=self._index)
-        for result in query.sibling_results(node, self._children):
-            index.add(result)
+        return self._over_path(node, self.limits, query.sibling_results(node, self._children))
+
+    def _over_path(self, tip: Node, limits: Limits, beside: Iterable[Node] = ()) -> SessionTree:
+        """A tree over the path of one of this tree's nodes. ``beside``: children of that path, which come along."""
+        index = NodeIndex(self.root, limits, tip=tip, tip_source=self._index)
+        for node in beside:
+            index.add(node)
         return _value(index, index.count, pmap(), 0, True)
 
     def linearize(self, results: Sequence[Node | bytes]) -> tuple[SessionTree, Node]:
@@ -482,7 +535,7 @@ class SessionTree(Sealed):
 def _place(head: Head | Node | bytes | None) -> str:
     if isinstance(head, bytes):
         return f"node {head[:4].hex()}"
-    return f"version {shown(head.version)}, {head.node!r}" if isinstance(head, Head) else repr(head)
+    return f"version {shown(head.version)}, {head._where}" if isinstance(head, Head) else repr(head)
 
 
 def lineage_of(

@@ -12,6 +12,7 @@ import os
 import posixpath
 import random
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sessiontree.backends.system import System
@@ -81,7 +82,8 @@ class Disk(System):
         self._hit = 0
         self._handles: dict[int, int] = {}
         self._next = 10_000  # no descriptor of the operating system's
-        self._locked: dict[int, int] = {}
+        self._locked: dict[int, set[int]] = {}  # descriptors that hold a lock of each file
+        self._shared: set[int] = set()  # those of them that share it
         self._lock = threading.RLock()
 
     # for tests
@@ -151,8 +153,8 @@ class Disk(System):
         with self._lock:
             file = self._open_file(fd)
             del self._handles[fd]
-            if self._locked.get(file) == fd:
-                del self._locked[file]
+            self._locked.get(file, set()).discard(fd)
+            self._shared.discard(fd)
 
     def size(self, fd: int) -> int:
         return len(self.files[self._open_file(fd)])
@@ -176,6 +178,13 @@ class Disk(System):
             if fault is not None and not fault.forever:
                 self.fault = fault._replace(n=self._hit + 1, part=0.0)  # a short write, and then the error
             return len(done)
+
+    def pwritev(self, fd: int, parts: Sequence[bytes | memoryview], offset: int, *, sync: bool = False) -> int:
+        """A write and a sync, either of which may fail, or see a crash come in between."""
+        done = self.pwrite(fd, b"".join(parts), offset)
+        if sync:
+            self.fdatasync(fd)
+        return done
 
     def fdatasync(self, fd: int) -> None:
         with self._lock:
@@ -237,9 +246,16 @@ class Disk(System):
             self._file(path)
             return [posixpath.basename(name) for name in self.names if posixpath.dirname(name) == path and name != path]
 
-    def flock(self, fd: int) -> bool:
+    def flock(self, fd: int, *, shared: bool = False) -> bool:
         with self._lock:
-            return self._locked.setdefault(self._open_file(fd), fd) == fd
+            holders = self._locked.setdefault(self._open_file(fd), set())
+            others = holders - {fd}
+            if others and not (shared and others <= self._shared):
+                return False
+            holders.add(fd)
+            if shared:
+                self._shared.add(fd)
+            return True
 
 
 def _crashed(events: list[Event], rng: random.Random, base: tuple[dict[str, int], dict[int, bytes]]) -> Disk:

@@ -30,10 +30,12 @@ from sessiontree import CorruptTree, ExternalPositions, IncompatibleStore, Media
 from sessiontree.codec import (
     NONE,
     AliasRecord,
+    DropRecord,
     Entry,
     HeadRecord,
     NodeRecord,
     OpenedRecord,
+    PinRecord,
     Record,
     SessionRecord,
     check_digest,
@@ -164,6 +166,10 @@ RECORDS: Final[tuple[Record, ...]] = (
     OpenedRecord(0, 2**60),
     AliasRecord(Namespace("salt", None, "tenant"), "cat.png", bytes(range(32))),
     AliasRecord(Namespace(), "", None),
+    PinRecord(3, 0, bytes(range(32)), True),
+    PinRecord(2**32 - 2, 2**32 - 2, bytes(32), False),
+    DropRecord(3, (0,)),
+    DropRecord(0, (1, 5, 2**32 - 2)),
 )
 
 
@@ -335,6 +341,11 @@ def test_numbers_that_no_record_holds() -> None:
         encode(HeadRecord(1, "x", NONE, 1))
     with pytest.raises(OutOfRange):
         encode(OpenedRecord(1, 2**64))
+    for ordinals in ((), (2, 2), (3, 1), (-1,), (2**32 - 1,)):
+        with pytest.raises(OutOfRange):
+            encode(DropRecord(1, ordinals))
+    with pytest.raises(OutOfRange):
+        encode(PinRecord(1, 2**32 - 1, bytes(32), True))
     with pytest.raises(TypeError, match="no record"):
         encode(Limits())  # type: ignore[arg-type]
 
@@ -820,7 +831,7 @@ def test_every_byte_of_the_beginning_counts() -> None:
 
 def test_kinds_and_versions() -> None:
     data = damaged_base()
-    for kind in (0, 6, 127, 255):
+    for kind in (0, 8, 127, 255):
         with pytest.raises(CorruptTree, match=f"kind {kind} of version 1"):
             decode(data[:1] + bytes([kind]) + data[2:])
     for version in (2, 100, 255):

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sessiontree.backends import frames, scan, segment_log
+from sessiontree.backends import frames, scan, segment_log, system
 from sessiontree.backends.base import Durability, WriteLost
 from sessiontree.backends.segment_log import ENTRY, PREFIX_SIZE, SegmentLog
 from sessiontree.backends.system import System
@@ -525,7 +525,7 @@ def test_c85_mutated_frames_are_frames_of_the_log_or_none() -> None:
         disk.files[file] = data
         disk.read = disk.asked = 0
         strict = rng.random() < 0.5
-        walk = scan.Scan(disk, f"{ROOT}/segments", keys, entry_of, strict, frames.End())
+        walk = scan.Scan(disk, f"{ROOT}/segments", keys, entry_of, strict)
         try:
             walk.walk()
         except (CorruptTree, IncompatibleStore) as error:
@@ -892,7 +892,7 @@ def test_d03_a_failed_write_is_undone_and_the_next_commit_works(frame_bytes: int
         log = opened(disk)
         log.wait(log.enqueue(batch_of(b"before")))
         content = bytes(disk.content(".seg")[: log._end.offset])
-        for error in (errno.ENOSPC, errno.EIO):
+        for error in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             disk.fault = Fault(1, error, frozenset({"pwrite"}), part=part / 100)
             disk._hit = 0
             lost = log.enqueue(batch_of(b"lost" * 100))
@@ -923,7 +923,7 @@ def test_d03_what_was_said_to_be_lost_does_not_come_back() -> None:
         disk = Disk()
         log = opened(disk)
         log.wait(log.enqueue(batch_of(b"before")))
-        disk.fault = Fault(1, errno.EIO, frozenset({"pwrite"}), part=1.0)
+        disk.fault = Fault(1, errno.EDQUOT, frozenset({"pwrite"}), part=1.0)
         with pytest.raises(StoreFailed):
             log.wait(log.enqueue(batch_of(b"lost")))
         start = len(disk.trace)
@@ -951,7 +951,7 @@ def test_a_reader_that_saw_what_was_taken_back_is_told() -> None:
     log = opened(disk)
     log.wait(log.enqueue(batch_of(b"before")))
     disk.reader = reader = opened(disk, read_only=True)
-    disk.fault = Fault(1, errno.EIO, frozenset({"pwrite"}), part=1.0)
+    disk.fault = Fault(1, errno.EDQUOT, frozenset({"pwrite"}), part=1.0)
     with pytest.raises(StoreFailed):
         log.wait(log.enqueue(batch_of(b"lost")))
     disk.reader = None
@@ -978,7 +978,7 @@ def test_d06_after_a_failed_sync_everything_fails_until_reopened(durability: Dur
         lambda: log.enqueue(batch_of(b"later")),
         log.close,
     ):
-        with pytest.raises(StoreFailed, match=r"sync failed.*never durable: writes 2 to 3") as caught:
+        with pytest.raises(StoreFailed, match=r"sync.*failed.*never durable: writes 2 to 3") as caught:
             use()
         assert list(caught.value.numbers) == numbers  # type: ignore[attr-defined]
     assert log.durable == 1
@@ -986,6 +986,36 @@ def test_d06_after_a_failed_sync_everything_fails_until_reopened(durability: Dur
     log = opened(disk)
     assert records_of(log)[0] == b"kept"
     log.close()
+
+
+def test_d06_a_write_whose_error_may_be_its_syncs_stops_the_log() -> None:
+    """One call writes and syncs: only that there is no room says that nothing was written."""
+    disk = Disk()
+    log = opened(disk)
+    log.wait(log.enqueue(batch_of(b"kept")))
+    disk.fault = Fault(1, errno.EIO, frozenset({"pwrite"}), part=0.5)
+    with pytest.raises(StoreFailed, match="a write, or its sync, failed"):
+        log.wait(log.enqueue(batch_of(b"lost")))
+    disk.fault = None
+    with pytest.raises(StoreFailed, match="takes no more writes"):
+        log.enqueue(batch_of(b"more"))
+    kill(log)
+    goes_on(disk, [b"kept"])
+
+
+@pytest.mark.parametrize("flag", [getattr(os, "RWF_DSYNC", 0), 0])
+def test_writes_in_parts_reach_a_real_file(flag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More parts than one call takes, large and small, synced by the write itself or, where the system cannot, after it."""
+    monkeypatch.setattr(system, "_DSYNC", flag)
+    rng = random.Random(5)
+    records = [rng.randbytes(rng.choice((1, 100, 20_000))) for _ in range(1500)]
+    parts = b"in ", rng.randbytes(70_000), b"parts"
+    whole = [*records, b"".join(parts)]
+    batch: list[Any] = [*((record, bytes(PREFIX_SIZE)) for record in records), (parts, bytes(PREFIX_SIZE))]
+    with contextlib.closing(SegmentLog.open(tmp_path / "log", entry_of=lambda record: bytes(PREFIX_SIZE))) as log:
+        log.wait(log.enqueue(batch))
+    with contextlib.closing(SegmentLog.open(tmp_path / "log", entry_of=lambda record: bytes(PREFIX_SIZE), strict=False)) as log:
+        assert records_of(log) == whole
 
 
 def test_d06_what_a_failed_sync_left_in_the_cache_is_stored_again_before_it_counts() -> None:
@@ -1071,11 +1101,34 @@ def test_every_system_call_may_fail(durability: Durability, error: int, forever:
             log.close()
 
 
+@pytest.mark.parametrize("durability", ["group", "relaxed"])
+def test_who_hands_over_faster_than_the_disk_takes_helps_to_write(durability: Durability, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_log, "MAX_BACKLOG", 10_000)
+    monkeypatch.setattr(segment_log, "_POLL", (1000.0, 1000.0))  # nobody else writes
+    disk = Disk()
+    log = opened(disk, durability=durability)
+    most = 0
+    for number in range(100):
+        log.enqueue(batch_of(bytes([number]) * 1000))
+        most = max(most, log._backlog)
+        log.relieve()
+        assert log._backlog <= 10_000
+    assert most > 10_000
+    assert len(log.entries()) > 80
+    disk.fault = Fault(1, errno.EIO, frozenset({"pwrite"}), forever=True)
+    for number in range(20):
+        with contextlib.suppress(StoreFailed):
+            log.enqueue(batch_of(bytes([number]) * 1000))
+        log.relieve()  # what was handed over was taken: the next change raises
+    assert log.failed
+    kill(log)
+
+
 def test_a_commit_that_could_not_be_undone_stops_the_log() -> None:
     disk = Disk()
     log = opened(disk)
     log.wait(log.enqueue(batch_of(b"kept")))
-    disk.fault = Fault(1, errno.EIO, frozenset({"pwrite", "ftruncate"}), forever=True)
+    disk.fault = Fault(1, errno.EDQUOT, frozenset({"pwrite", "ftruncate"}), forever=True)
     with pytest.raises(StoreFailed):
         log.wait(log.enqueue(batch_of(b"lost")))
     disk.fault = None
@@ -1214,9 +1267,10 @@ def test_the_background_thread_writes_soon(durability: Durability, tmp_path: Pat
     reader = SegmentLog.open(tmp_path / "s", entry_of=entry_of, read_only=True)
     number = log.enqueue(batch_of(b"x"))
     deadline = time.monotonic() + 10
-    while not len(reader.refresh()) or (durability == "group" and log.durable < number):
+    while not len(reader.entries()) or (durability == "group" and log.durable < number):
         assert time.monotonic() < deadline
         time.sleep(0.005)
+        reader.refresh()  # which may see it written a moment before it is synced
     assert log.durable == (number if durability == "group" else 0)
     log.flush()
     assert log.durable == number

@@ -6,11 +6,13 @@ import errno
 import itertools
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tracemalloc
@@ -60,6 +62,7 @@ from sessiontree import (
     stored,
 )
 from sessiontree.backends import blobs, segment_log
+from sessiontree.bundles import export_bundle, import_bundle
 from sessiontree.journal import Durability, prefix_of
 from tests import toy
 from tests.disk import Disk
@@ -1174,7 +1177,7 @@ def test_d08_an_operation_is_one_batch_with_nodes_before_heads(name: str, monkey
     store.close()
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_d03_a_write_that_fails_changes_nothing_under_commit(name: str, error: int) -> None:
     twin = Disk()
@@ -1868,6 +1871,8 @@ class DiskMachine(RuleBasedStateMachine):
         self.made = 0
         self.readers: list[tuple[SessionStore, int]] = []
         self.stale: dict[tuple[str, str], Head] = {}
+        self.folder = Path(tempfile.mkdtemp())
+        self.exported: list[Path] = []
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(segment_log, "_POLL", (3600.0, 3600.0))  # the background thread works when it is told to
 
@@ -1883,6 +1888,7 @@ class DiskMachine(RuleBasedStateMachine):
         for store in (*(reader for reader, _ in self.readers), self.store, self.twin):
             let_go(store)
         self.patch.undo()
+        shutil.rmtree(self.folder)
 
     # What both do
 
@@ -2008,7 +2014,25 @@ class DiskMachine(RuleBasedStateMachine):
         node = self.node(name, number)
         self.both(lambda store: store.get(name).replace(node, tokens, head=head))
 
+    @precondition(lambda self: self.exported)
+    @rule(which=PICK)
+    def take(self, which: int) -> None:
+        """What was exported comes back: after a crash, also what was lost in it."""
+        path = self.exported[-1 - which % len(self.exported)]
+        self.both(lambda store: import_bundle(store, path))
+        self.store.flush()
+        self.durable = len(self.states) - 1
+
     # What only the disk does
+
+    @rule()
+    def export(self) -> None:
+        one, two = (self.folder / f"{len(self.exported)} {name}" for name in ("disk", "memory"))
+        export_bundle(self.store, one)
+        export_bundle(self.twin, two)
+        assert one.read_bytes() == two.read_bytes()
+        self.exported.append(one)
+        self.durable = len(self.states) - 1
 
     @rule(where=PICK)
     def close_session(self, where: int) -> None:
@@ -2225,7 +2249,9 @@ def test_d02_a_tail_cut_anywhere_gives_all_before_it() -> None:
 
 def test_d04_what_is_sound_is_served_where_that_is_asked_for() -> None:
     disk, _, nodes = damageable()
-    whole = 0
+    with open_on(disk.copy(), read_only=True) as store:
+        newest = {(name, head): tuple(at) for name in store.sessions() for head, at in store.get(name).tree.heads.items()}
+    whole = uncertain = 0
     for copy, what in damages(disk, random.Random(3), 1500 if SOAK else 150):
         try:
             store = open_on(copy, strict=False)
@@ -2241,11 +2267,13 @@ def test_d04_what_is_sound_is_served_where_that_is_asked_for() -> None:
             whole += good == len(nodes)
             for name in store.sessions():
                 with suppress(CorruptTree, UnknownSession):
-                    for head in store.get(name).tree.heads.values():
-                        assert nodes[name, head.node.id]
+                    for head, at in store.get(name).tree.heads.items():
+                        assert nodes[name, at.node.id]
+                        assert at.uncertain or tuple(at) == newest[name, head], what
+                        uncertain += at.uncertain
         finally:
             store.close()
-    assert whole > 10
+    assert whole > 10 and uncertain
 
 
 def lost(ordinal: int, *more: str) -> Disk:
@@ -2280,10 +2308,115 @@ def test_d04_nodes_beside_a_damaged_one_are_served() -> None:
 
 
 def test_d04_a_head_whose_node_is_damaged_is_a_typed_error() -> None:
-    with open_on(lost(5, "head"), strict=False) as store, pytest.raises(CorruptTree):
-        store.get("s").head("main")
+    with open_on(lost(5, "head"), strict=False) as store:
+        head = store.get("s").head("main")
+        with pytest.raises(CorruptTree):
+            head.node.path()
     with open_on(lost(5, "fork"), strict=False) as store, pytest.raises(CorruptTree):
         list(store.get("fork").tree)
+
+
+def entries_of(disk: Disk, kind: int) -> list[tuple[codec.Record, int, int]]:
+    """The records of a kind, and where each lies in the one segment: start, stop."""
+    log = segment_log.SegmentLog.open(AT, entry_of=prefix_of, system=disk.copy(), read_only=True)
+    found = [(codec.decode(log.read(row)), int(row["offset"]), int(row["offset"] + row["length"])) for row in log.entries()]
+    log.close()
+    return [entry for entry in found if codec.entry_of(codec.encode(entry[0])).kind == kind]
+
+
+def with_heads() -> Disk:
+    """A closed store: a head that moved three times beside one that moved between, and one that was dropped; other sessions."""
+    disk = Disk()
+    with open_on(disk, durability="commit") as store:
+        for name in ("before", "s", "after"):
+            session = text_session(store, name)
+            node = session.root
+            for number in range(3):
+                node = session.append(node, [number, len(name)])
+                session.set_head("main", node)
+                if number == 1:
+                    session.set_head("other", node)
+            session.set_head("gone", node)
+            session.drop_head("gone")
+    return disk
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_d04_one_damaged_session_record_costs_that_session_alone(read_only: bool) -> None:
+    disk = with_heads()
+    with open_on(disk) as store:
+        store.fork(store.get("s"), store.get("s").leaves()[0], "fork")
+        store.fork(store.get("after"), store.get("after").leaves()[0], "last")
+        expected = all_seen(store)
+    _, start, stop = next(entry for entry in entries_of(disk, codec.SESSION) if getattr(entry[0], "session_id", "") == "s")
+    for at in range(start, stop):
+        copy = disk.copy()
+        copy.content(".seg")[at] ^= 1 << at % 8
+        with open_on(copy, read_only=read_only) as store:
+            assert store.damaged == () and store.damaged_sessions == ()
+            for ask in (store.sessions, store.sessions, lambda store=store: store.get("s"), lambda store=store: store.get("fork")):
+                with pytest.raises(CorruptTree, match="the record of session 1 is damaged: segment 1, offset") as caught:
+                    ask()
+                assert (caught.value.session, caught.value.segment, caught.value.offset) == (1, 1, start)
+            for name in ("before", "after", "last"):
+                assert seen(store.get(name)) == expected[name]
+        with open_on(copy, read_only=read_only, strict=False) as store:
+            assert store.sessions() == ("before", "after", "fork", "last")
+            [(segment, first, last)] = store.damaged
+            assert segment == 1 and first <= at < last and store.damaged_sessions == (1,)
+            for name in ("before", "after", "last"):
+                assert seen(store.get(name)) == expected[name]
+            with pytest.raises(UnknownSession, match="the ids of sessions 1 are lost to damage"):
+                store.get("s")
+            with pytest.raises(CorruptTree, match="session 1 ") as caught:
+                store.get("fork")
+            assert caught.value.session == 1
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_d04_a_session_record_that_rots_in_an_open_store(read_only: bool) -> None:
+    disk = with_heads()
+    _, start, _ = entries_of(disk, codec.SESSION)[1]
+    with open_on(disk, read_only=read_only, strict=False) as store:
+        disk.content(".seg")[start + 80] ^= 1
+        with pytest.raises(CorruptTree, match="session 1 "):
+            store.get("s")
+        for _ in range(2):
+            assert store.sessions() == ("before", "after")
+            assert store.damaged_sessions == (1,)
+        assert store.get("after").head("main").node.depth == 3
+
+
+def test_d04_a_head_is_certain_or_says_that_damage_may_hide_a_later_one() -> None:
+    disk = with_heads()
+    with open_on(disk) as store:
+        newest = {(name, head): tuple(at) for name in store.sessions() for head, at in store.get(name).tree.heads.items()}
+        assert not any(at.uncertain for name in store.sessions() for at in store.get(name).tree.heads.values())
+    records = entries_of(disk, codec.HEAD)
+    assert len(records) == 3 * 6
+    for number, beside in itertools.product(range(len(records)), (False, True)):
+        copy = disk.copy()
+        for _, start, stop in {records[number], *records[:beside]}:  # the very first one is of no consequence
+            copy.content(".seg")[(start + stop) // 2] ^= 1
+        with open_on(copy, strict=False) as store:
+            for at, name in enumerate(("before", "s", "after")):
+                heads = store.get(name).tree.heads
+                mine = number - 6 * at  # which of this session's six records it is: main, main, other, main, gone, gone dropped
+                found = {"main": 1 if mine == 3 else 3, "other": 2, "gone": 4}  # where the last sound record is
+                if mine == 2:
+                    del found["other"]
+                if mine != 5:
+                    del found["gone"]
+                assert {head: place.uncertain for head, place in heads.items()} == {head: mine > at for head, at in found.items()}
+                for head, place in heads.items():
+                    assert place.uncertain or tuple(place) == newest[name, head]
+                    assert store.get(name).head(head).uncertain == place.uncertain
+                if mine == 3:
+                    assert heads["main"] != newest[name, "main"] and heads["main"].node.depth == 2
+                    assert "uncertain" in repr(heads["main"])
+                    loaded = pickle.loads(pickle.dumps(store.get(name).tree)).heads["main"]
+                    assert loaded == heads["main"] and loaded.uncertain
+                    assert pickle.loads(pickle.dumps(heads["main"])).uncertain
 
 
 def test_d04_what_is_written_after_damage_never_takes_the_place_of_what_was_lost() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 from numpy.typing import NDArray
@@ -10,6 +10,13 @@ from numpy.typing import NDArray
 from sessiontree.errors import StoreFailed
 
 Durability = Literal["commit", "group", "relaxed"]
+Records = Sequence[tuple[bytes | tuple[bytes, ...], bytes]]  # each whole or in parts, and what an index is to know of it
+
+
+class Lease(Protocol):
+    """As long as it is held, what came with it can be read. ``first``: which beginning of the log it is of."""
+
+    first: int
 
 
 class WriteLost(StoreFailed):
@@ -44,9 +51,13 @@ class Log(Protocol):
     def damaged(self) -> tuple[tuple[int, int, int], ...]: ...
 
     def enqueue(
-        self, records: Sequence[tuple[bytes, bytes]], after: int = 0, told: Sequence[object] = (None,), expected: object = None
+        self,
+        records: Records,
+        after: int = 0,
+        told: Sequence[object] = (None,),
+        expected: object = None,
     ) -> int:
-        """Take records, each with what an index is to know of it: a number to wait for. No I/O is waited for.
+        """Take records, whole or in parts, each with what an index is to know of it: a number to wait for. No I/O is waited for.
 
         ``after``: the number of what they rest on. ``told``: its first entry must still be ``expected``. Raises WriteLost where
         what they rest on was lost, Overtaken where something came in between, StoreFailed where nothing is taken any more.
@@ -57,6 +68,9 @@ class Log(Protocol):
 
     def wait(self, number: int) -> None:
         """Until they are on disk. Raises StoreFailed where they never will be."""
+
+    def relieve(self) -> None:
+        """Where more is taken than the disk keeps up with, help to write. Raises nothing."""
 
     def flush(self) -> None:
         """Until everything taken is on disk."""
@@ -70,4 +84,33 @@ class Log(Protocol):
     def read(self, known: Any) -> bytes:
         """The record of an entry. Raises CorruptTree."""
 
+    @property
+    def lease(self) -> Lease:
+        """What keeps the entries readable that there are now: hold it with them."""
+
     def close(self) -> None: ...
+
+
+class CompactLog(Log, Protocol):
+    """A log that can be made to hold part of what it holds."""
+
+    def cut(self) -> tuple[NDArray[Any], Any]:
+        """Begin anew behind all there is: the entries so far, and the place to give to ``begin_at``."""
+
+    def stored_bytes(self) -> int:
+        """How many bytes all of it takes, about."""
+
+    def records(self, entries: NDArray[Any]) -> Iterator[bytes]:
+        """Their records in order. Raises CorruptTree."""
+
+    def copy(self, records: Records) -> None:
+        """Store records once more, past what is in line, durably."""
+
+    def begin_at(self, base: Any, last: Callable[[NDArray[Any]], Records]) -> None:
+        """Forget what stands before a place, once the records that ``last`` names, given all entries since then, are stored too.
+
+        What is forgotten goes when nothing holds the lease of earlier entries, in any process.
+        """
+
+    def sweep(self) -> bool:
+        """Whether all that was forgotten is gone by now."""

@@ -13,7 +13,7 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from typing import Any, Final
@@ -44,6 +44,7 @@ class FeatureFolder:
             for name in glob.glob(os.path.join(glob.escape(path), "*.tmp")):
                 with suppress(OSError):
                     os.unlink(name)
+        self._fresh: set[str] = set()  # put, and perhaps not named by any node yet
         self._lock = new_lock()  # what is added to a file is added to what was read of it
 
     def put(self, content: tuple[Any, ...], arrays: Mapping[str, FeatureArray]) -> None:
@@ -52,6 +53,7 @@ class FeatureFolder:
         Raises KeyTaken for other values under a name that is there, StoreFailed where the disk refuses it: nothing is changed.
         """
         self._check_writable()
+        self._fresh.add(file_name(content))
         with self._lock:
             self._put(content, arrays)
 
@@ -71,7 +73,7 @@ class FeatureFolder:
                 with suppress(FileExistsError):
                     os.mkdir(each)
             with open(temporary, "wb", buffering=0) as file:
-                for chunk in _encoded(name, arrays):
+                for chunk in encoded_arrays(name, arrays):
                     _write(file, chunk)
                 os.fsync(file.fileno())
             os.rename(temporary, name)
@@ -95,18 +97,35 @@ class FeatureFolder:
         except FileNotFoundError:
             return None
         with file:
-            reader = _Reader(file, name)
-            arrays = {
-                each: FeatureArray(kind, dtype, shape, reader.read(count)) for each, kind, dtype, shape, count in reader.header()
-            }
-            reader.end()
-        return arrays
+            return read_arrays(name, file, os.fstat(file.fileno()).st_size)
 
     def drop(self, content: tuple[Any, ...]) -> None:
         """Forget what is kept of a content, if there is anything."""
         self._check_writable()
         with suppress(FileNotFoundError):
             os.unlink(self._place(content)[1])
+
+    def names(self) -> set[str]:
+        """Names of the files that are there."""
+        return {name for _, _, files in os.walk(self._path) for name in files if len(name) == 2 * _DIGEST}
+
+    def fresh(self) -> set[str]:
+        """Names of those that were put by this process."""
+        return set(self._fresh)
+
+    def remove(self, names: Iterable[str]) -> int:
+        """Remove files by their names: how many were there. One that the disk keeps stays."""
+        self._check_writable()
+        removed = 0
+        with self._lock:
+            for name in names:
+                with suppress(OSError):
+                    os.unlink(os.path.join(self._path, name[:2], name))
+                    removed += 1
+                self._fresh.discard(name)
+                with suppress(OSError):
+                    os.rmdir(os.path.join(self._path, name[:2]))
+        return removed
 
     def _check_writable(self) -> None:
         if self._read_only:
@@ -126,10 +145,10 @@ class FeatureFolder:
 class _Reader:
     """Reads one file from its beginning to its end. Every step raises CorruptTree where the file is not what it says."""
 
-    def __init__(self, file: Any, name: str) -> None:
+    def __init__(self, name: str, file: Any, size: int) -> None:
         self._file = file
         self._name = name
-        self._size = os.fstat(file.fileno()).st_size
+        self._size = size
         self._digest = _started(name)
 
     def read(self, count: int) -> bytes:
@@ -154,7 +173,7 @@ class _Reader:
 def check_file(name: str) -> None:
     """Read a file of features to its end, holding a chunk at a time. Raises CorruptTree where it is damaged."""
     with open(name, "rb") as file:
-        reader = _Reader(file, name)
+        reader = _Reader(name, file, os.fstat(file.fileno()).st_size)
         for *_, count in reader.header():
             for start in range(0, count, _CHUNK):
                 reader.read(min(_CHUNK, count - start))
@@ -190,9 +209,13 @@ def is_place(name: str) -> bool:
     return re.fullmatch("[0-9a-f]{64}", base) is not None and os.path.basename(folder) == base[:2]
 
 
+def content_digest(content: tuple[Any, ...]) -> bytes:
+    """What the file of a content is named after."""
+    return sha256(pack(content)).digest()
+
+
 def file_name(content: tuple[Any, ...]) -> str:
-    """What the file of a content is called: sha256 of all that describes it, in hexadecimal."""
-    return sha256(pack(content)).hexdigest()
+    return content_digest(content).hex()
 
 
 def _started(name: str) -> Any:
@@ -200,7 +223,19 @@ def _started(name: str) -> Any:
     return sha256(os.path.basename(name).encode())
 
 
-def _encoded(name: str, arrays: Mapping[str, FeatureArray]) -> Iterator[bytes | memoryview]:
+def read_arrays(name: str, file: Any, size: int) -> dict[str, FeatureArray]:
+    """The arrays of a file: ``read`` and ``tell`` are all that is asked of it. ``size``: the most bytes that are there.
+
+    Raises CorruptTree for what :func:`encoded_arrays` does not give under that name.
+    """
+    reader = _Reader(name, file, size)
+    arrays = {each: FeatureArray(kind, dtype, shape, reader.read(count)) for each, kind, dtype, shape, count in reader.header()}
+    reader.end()
+    return arrays
+
+
+def encoded_arrays(name: str, arrays: Mapping[str, FeatureArray]) -> Iterator[bytes | memoryview]:
+    """The bytes of a file of this name, in pieces; the last part of its path is what they are bound to."""
     header = pack([[each, blob.name, blob.dtype.str, blob.shape, len(blob.data)] for each, blob in arrays.items()])
     digest = _started(name)
     for piece in (_MAGIC + len(header).to_bytes(4, "little") + header, *(blob.data for blob in arrays.values())):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from zlib import crc32
 
 from sessiontree.backends.frames import (
     CHUNK,
@@ -15,14 +14,18 @@ from sessiontree.backends.frames import (
     FRAME_OVERHEAD,
     HEAD,
     HEADER,
+    NO_BASE,
     PLACE,
     PREFIX_SIZE,
+    Base,
     Cover,
     End,
     Header,
     Keys,
     Window,
+    crc32,
     header_at,
+    numbered,
     read_cover,
     segment_path,
 )
@@ -34,15 +37,22 @@ class Scan:
     """Reads on from ``at``. Never writes. What it found since ``take`` was last called is in ``rows``."""
 
     def __init__(
-        self, system: System, directory: str, keys: Keys, entry_of: Callable[[bytes], bytes], strict: bool, at: End
+        self,
+        system: System,
+        directory: str,
+        keys: Keys,
+        entry_of: Callable[[bytes], bytes],
+        strict: bool,
+        base: Base = NO_BASE,
     ) -> None:
         self._system = system
         self._directory = directory
         self._keys = keys
         self._entry_of = entry_of
         self._strict = strict
-        self.at = at
-        self.synced = at.sequence
+        self._first = base.segment
+        self.at = End(sequence=base.sequence)
+        self.synced = max(base.sequence, base.synced)
         self.torn = 0  # bytes after the last frame that are no frame
         self.sealed = False  # nothing may be appended to the last segment
         self.damaged: list[tuple[int, int, int]] = []
@@ -70,12 +80,12 @@ class Scan:
             names = self._system.listdir(self._directory)
         except FileNotFoundError as error:  # it was made before FORMAT
             raise CorruptTree(f"{self._directory} is missing") from error
-        segments = sorted(int(name[:-4]) for name in names if name.endswith(".seg") and name[:-4].isdigit())
+        segments = sorted(numbered(names, ".seg", self._first))
         self.walked = []
         self._covers = {}
-        self._sidecars = [int(name[:-4]) for name in names if name.endswith(".idx") and name[:-4].isdigit()]
-        if not self.at.segment and (segments or self._sidecars):
-            self._enter(1)
+        self._sidecars = numbered(names, ".idx", self._first)
+        if not self.at.segment and (segments or self._sidecars or self.synced):
+            self._enter(self._first)
         while self.at.segment:
             later = segments[-1:] > [self.at.segment]
             segment = self.at.segment

@@ -3,9 +3,11 @@
 It knows bytes and index entries, nothing of nodes. Little endian throughout::
 
     FORMAT                  format version and the store's uuid, whose crc seeds every other checksum
+    BASE                    where the log begins, once it was compacted; before, at segment 1
     LOCK                    flock of the one writer
     segments/NNNNNNNN.seg   frames, one after the other; zeros after the last are preallocation
     segments/NNNNNNNN.idx   blocks of ENTRY rows for frames known to be synced; derived, may be deleted
+    segments/NNNNNNNN.lease shared flock of every reader of the log that begins at this segment
 
     frame   header: magic, version, segment, number of records, sequence, synced, length of the body, crc of this at its offset
             body:   each record behind its head: magic, length, crc
@@ -30,23 +32,27 @@ A sidecar cannot make bad data look sound: its rows carry the crc of each record
 checks the record itself); its block is ignored unless its checksum, its sequences, and the header of the last frame it covers
 agree with the segment; and that a segment is shorter than its sidecar is damage. What it does is to put off finding damage from
 opening to reading; ``strict=False`` opens without it.
+
+Compaction. Records that are to stay are written again, behind all there is, while others go on writing; then BASE, renamed into
+place, says that the log begins behind the old segments. What goes before the rename leaves a log with copies in it, which is the
+same log. What stood before is removed once nobody reads it: no process holds the lease of an earlier beginning, nothing in this one
+holds its :class:`Lease`.
 """
 
 from __future__ import annotations
 
 import atexit
 import errno
+import itertools
 import os
 import sys
 import threading
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Final
-from weakref import WeakSet
-from zlib import crc32
+from typing import Any, Final, TypeVar
+from weakref import WeakSet, ref
 
 import numpy as np
 
@@ -56,8 +62,10 @@ from sessiontree.backends.frames import (
     ENTRY,
     FRAME_OVERHEAD,
     HEAD,
+    NO_BASE,
     PREFIX_SIZE,
     VERSION,
+    Base,
     End,
     Entries,
     Frame,
@@ -66,8 +74,12 @@ from sessiontree.backends.frames import (
     Window,
     block_of,
     build_frame,
+    crc32,
+    numbered,
+    read_base,
     read_format,
     segment_path,
+    size_of,
     write_all,
     write_new,
 )
@@ -76,44 +88,87 @@ from sessiontree.backends.system import System
 from sessiontree.errors import CorruptTree, IncompatibleStore, LimitExceeded, StoreClosed, StoreFailed, StoreLocked
 from sessiontree.locks import new_lock
 
-__all__ = ["ENTRY", "PREFIX_SIZE", "Durability", "SegmentLog"]
+__all__ = ["ENTRY", "PREFIX_SIZE", "Durability", "Lease", "SegmentLog"]
+
+T = TypeVar("T")
 
 MAX_RECORD: Final = 2**28
 MAX_BATCH: Final = 2**31
+MAX_BACKLOG: Final = 64 * 2**20  # bytes in line, above which who hands over helps to write
 _FRAME_BYTES: Final = 2**20  # what one frame takes of what is pending, unless one batch alone is larger
 _BLOCK_ROWS: Final = 4096
 _RESERVE: Final = 2**20
 _LOCK_SECONDS: Final = 0.8
 _POLL: Final = (0.002, 0.05)  # seconds between two looks of the background thread: after work, and at most
+_SWEEP: Final = 16  # looks between two at what can be removed
 _PATIENCE: Final = 0.001
 _CACHED_FILES: Final = 128
+# What a write fails with before anything of it counts; nothing else tells a failed write from a failed sync.
+_FULL: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 class _Table:
-    """Rows that only grow. What a view shows is never written again."""
+    """Rows that only grow. What a view shows is never written again. ``count``: how many are shown.
 
-    def __init__(self) -> None:
+    ``before``: a table whose rows come before its own ones, and which grows no more.
+    """
+
+    def __init__(self, before: _Table | None = None) -> None:
+        self.before = before
+        self.first: int = 0 if before is None else before.count
+        self.count: int = self.first
         self._rows: Entries = np.empty(0, ENTRY)
+        self._bytes = self._rows.view(np.uint8).data  # theirs
 
     def put(self, start: int, parts: Sequence[bytes | memoryview]) -> None:
         """Write rows from start on: to do it twice is to do it once."""
-        data = parts[0] if len(parts) == 1 else b"".join(parts)
-        new = np.frombuffer(data, ENTRY)
-        stop = start + len(new)
-        if not start:
-            self._rows = new
-        elif stop > len(self._rows) or not self._rows.flags.writeable:
-            rows = np.empty(max(1024, stop + stop // 2), ENTRY)
+        start -= self.first
+        at = start * ENTRY.itemsize
+        stop = at + sum(map(len, parts))
+        if stop > len(self._bytes):
+            count = stop // ENTRY.itemsize
+            rows = np.empty(max(1024, count + count // 8), ENTRY)
             rows[:start] = self._rows[:start]
-            rows[start:stop] = new
-            self._rows = rows
+            self._rows, self._bytes = rows, rows.view(np.uint8).data
+        for part in parts:
+            self._bytes[at : at + len(part)] = part
+            at += len(part)
+
+    def behind(self, start: int) -> _Table:
+        """A table of the rows from start on, in the place of this one."""
+        table = _Table()
+        if self.first == start:
+            table._rows, table._bytes = self._rows, self._bytes
         else:
-            self._rows[start:stop] = new
+            table.put(0, [self.view(self.count, start).tobytes()])
+        table.count = self.count - start
+        return table
 
     def view(self, count: int, start: int = 0) -> Entries:
-        view = self._rows[start:count]
+        """Rows ``[start, count)``; a copy where some of them lie before."""
+        view: Entries = self._rows[max(0, start - self.first) : count - self.first]
+        if self.before is not None and start < self.first:
+            view = np.concatenate([self.before.view(self.first, start), view])
         view.flags.writeable = False
         return view
+
+
+class Lease:
+    """As long as this is held, the entries that came with it can be read."""
+
+    __slots__ = ("__weakref__", "_fd", "_system", "first")
+
+    def __init__(self, system: System, first: int, fd: int = -1) -> None:
+        self.first = first  # segment
+        self._system = system
+        self._fd = fd
+
+    def end(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._system.close(fd)
+
+    __del__ = end  # a forked child's too: the lock stays the parent's
 
 
 # the log --------------------------------------------------------------------------------------------------------------------
@@ -159,13 +214,19 @@ class SegmentLog:
         self._reader = new_lock()
         self._files: dict[int, int] = {}
         self._leader = 0  # the thread that writes
-        self._gates: deque[Any] = deque()
+        self._gates: dict[Any, int] = {}  # of threads that wait, in order, and the batch that each waits for
         self._queue: _Queue = (0, [], None, ())
+        self._backlog = 0  # bytes in line, more or less
         self._refused = False  # enqueue raises _refuse()
         self._forked = False
         self._closed = False
         self._failure: tuple[str, OSError] | None = None
         self._table = _Table()
+        self._base = NO_BASE
+        self.lease = Lease(system, NO_BASE.segment)  # of what entries() shows
+        self._cut = 0  # how many entries there were when it was cut
+        self._before: list[ref[Lease]] = []  # of what it showed before
+        self._litter = True  # there may be files of what it showed before
         self._end = End()
         self._covered = End()
         self._index_size = 0
@@ -239,16 +300,20 @@ class SegmentLog:
 
     def entries(self) -> Entries:
         """All records in commit order, read-only: the durable ones, under ``relaxed`` and for a reader the written ones."""
-        count = self._end.records
-        return self._table.view(count)
+        table = self._table
+        if table.before is not None:  # while it is compacted, or where that failed
+            with self._writer:
+                table = self._flattened()
+        return table.view(table.count)
 
     def refresh(self) -> Entries:
         """The entries that came since the last call. A reader, or a forked child, looks on the disk."""
         with self._reader:
             if self._lock_fd < 0:
                 self._follow()
-            start, self._followed = self._followed, self._end.records
-            return self._table.view(self._followed, start)
+            entries = self.entries()
+            start, self._followed = self._followed, len(entries)
+            return entries[start:]
 
     def read(self, entry: Any) -> bytes:
         """The record of an entry, or of an index into ``entries()``, checked. Raises CorruptTree."""
@@ -281,22 +346,24 @@ class SegmentLog:
         for record, prefix in batch:
             if len(prefix) != PREFIX_SIZE:
                 raise ValueError(f"an entry prefix of {len(prefix)} bytes; it has {PREFIX_SIZE}")
-            if len(record) > MAX_RECORD:
-                raise LimitExceeded(f"a record of {len(record)} bytes; at most {MAX_RECORD}", value=len(record), limit=MAX_RECORD)
-            total += HEAD.size + len(record)
+            size = len(record) if isinstance(record, bytes) else size_of(record)
+            if size > MAX_RECORD:
+                raise LimitExceeded(f"a record of {size} bytes; at most {MAX_RECORD}", value=size, limit=MAX_RECORD)
+            total += HEAD.size + size
         if total > MAX_BATCH:
             raise LimitExceeded(f"a batch of {total} bytes; at most {MAX_BATCH}", value=total, limit=MAX_BATCH)
         with self._mutex:
             if self._refused:
                 raise self._refuse()
             base, items, _, lost = self._queue
-            if any(first <= after <= last for first, last, _ in lost):
+            if lost and any(first <= after <= last for first, last, _ in lost):
                 raise WriteLost(f"{self._path}: batch {after} was lost, and what was to be written rests on it")
             base, items, _, _ = self._queue  # anew: a signal handler may have come in since
             if told[0] is not expected:  # from here to the call nothing comes in between
                 raise Overtaken(f"{self._path}: something else was put in line meanwhile")
             if batch:
                 items.append(batch)
+                self._backlog += total
             return base + len(items)  # too high, never too low, if a signal handler came in between
 
     @property
@@ -325,9 +392,21 @@ class SegmentLog:
                 continue
             gate = threading.Lock()
             gate.acquire()
-            self._gates.append(gate)
-            if self._leader:
-                gate.acquire()
+            self._gates[gate] = number
+            try:
+                if self._leader:
+                    gate.acquire()
+            finally:
+                del self._gates[gate]
+
+    def relieve(self) -> None:
+        """Where more is in line than MAX_BACKLOG, write until it is not. Raises nothing: the next ``enqueue`` does."""
+        while self._backlog > MAX_BACKLOG and not self._refused and self._leader != threading.get_ident():
+            try:
+                if not self._lead(self.enqueued, sync=False):
+                    time.sleep(0.001)
+            except StoreFailed:
+                return
 
     def flush(self) -> None:
         """Return when everything enqueued is durable; at once where nothing can be."""
@@ -412,6 +491,7 @@ class SegmentLog:
             # No call between the slice and the assignment: no signal handler's batch falls in between.
             self._queue = (base + n, items[n:], None, (*lost, (first, base + n, error)))
             self._written = base + n
+            self._backlog = 0
 
     def _settled(self, number: int) -> bool:
         for first, last, error in self._queue[3]:
@@ -446,12 +526,15 @@ class SegmentLog:
                 self._wake()
 
     def _wake(self) -> None:
-        gates = self._gates
-        while gates:
-            try:
-                gates.popleft().release()
-            except IndexError:
-                return
+        """Let those go on whose batch is settled, and the first of the others, to write. Who is let go is not let go again."""
+        over = self._failure is not None or self._closed or self._forked
+        led = False
+        for gate, number in list(self._gates.items()):
+            settled = over or number <= self._written
+            if (settled or not led) and gate.locked():
+                with suppress(RuntimeError):  # another thread was quicker
+                    gate.release()
+            led = led or not settled
 
     def _write_until(self, number: int, sync_after: bool) -> None:
         while self._written < number and self._failure is None and self._step():
@@ -464,30 +547,36 @@ class SegmentLog:
         try:
             frame = self._queue[2]
             if frame is None:
-                self._gather()
+                if self._crowd > 1:
+                    self._gather()
                 frame = self._stage()
             if frame is None:
                 return False
-            if frame.end is not self._end:  # an interrupt may have come between that and the rest of _publish
-                self._reserve(frame.end.offset)
-                write_all(self._system, frame.end.fd, frame.data, frame.end.frame)
         except OSError as error:
             self._reject(error)
             return False
-        if self._durability != "relaxed":
+        if frame.end is not self._end:  # an interrupt may have come between that and the rest of _publish
+            if frame.end.offset > self._room:
+                self._reserve(frame.end.offset)
             began = time.perf_counter()
-            self._sync_fd(frame.end.fd)
+            sync = self._durability != "relaxed"
+            try:
+                write_all(self._system, frame.end.fd, frame.parts, frame.end.frame, sync=sync)
+            except OSError as error:
+                if sync and error.errno not in _FULL:
+                    raise self._stop("a write, or its sync, failed", error) from error
+                self._reject(error)
+                return False
             self._patience = min(_PATIENCE, (time.perf_counter() - began) / 2)
-            self._crowd = frame.last - frame.first + 1
+            self._crowd = frame.last - frame.first + 1 if sync else 0
         self._publish(frame)
         return True
 
     def _gather(self) -> None:
         """Let the threads that the last commit woke enqueue again, for half the time of a sync at most: they share the next."""
-        if self._crowd > 1:
-            deadline = time.perf_counter() + self._patience
-            while len(self._queue[1]) < self._crowd and time.perf_counter() < deadline:
-                time.sleep(0)
+        deadline = time.perf_counter() + self._patience
+        while len(self._queue[1]) < self._crowd and time.perf_counter() < deadline:
+            time.sleep(0)
 
     def _stage(self) -> Frame | None:
         """Take what is in line, up to _FRAME_BYTES, and make its frame, in a new segment if this one is full."""
@@ -495,7 +584,7 @@ class SegmentLog:
         base, items, _, _ = self._queue
         n, size = 0, FRAME_OVERHEAD
         for batch in items:
-            more = sum([HEAD.size + len(record) for record, _ in batch])
+            more = sum([HEAD.size + size_of(record) for record, _ in batch])
             if n and size + more > _FRAME_BYTES:
                 break
             n += 1
@@ -509,11 +598,11 @@ class SegmentLog:
         with self._mutex:
             base, items, _, lost = self._queue
             self._queue = (base + n, items[n:], frame, lost)
+            self._backlog = self._backlog - size if self._queue[1] else 0  # a signal handler may have come in while it was added to
         return frame
 
     def _publish(self, frame: Frame) -> None:
-        self._table.put(frame.end.records - len(frame.rows) // ENTRY.itemsize, [frame.rows])
-        self._end = frame.end
+        self._put(frame)
         if self._durability != "relaxed":
             self._synced = frame.end.sequence
             self._durable = frame.last
@@ -521,7 +610,13 @@ class SegmentLog:
         with self._mutex:
             base, items, _, lost = self._queue
             self._queue = (base, items, None, lost)
-        self._wake()
+        if items:  # this thread may go on writing
+            self._wake()
+
+    def _put(self, frame: Frame) -> None:
+        self._table.put(frame.end.records - len(frame.rows) // ENTRY.itemsize, [frame.rows])
+        self._end = frame.end
+        self._table.count = frame.end.records
 
     def _sync(self) -> None:
         """Make what is written durable."""
@@ -537,8 +632,6 @@ class SegmentLog:
             raise self._stop("a sync failed", error) from error
 
     def _reserve(self, stop: int) -> None:
-        if stop <= self._room:
-            return
         room = max(stop, min(stop + max(_RESERVE, stop), self._segment_bytes))
         start = max(self._room, self._end.offset)
         try:
@@ -588,7 +681,7 @@ class SegmentLog:
             return len(data)
         fd = self._system.open(path, os.O_RDWR)
         try:
-            write_all(self._system, fd, data, size)
+            write_all(self._system, fd, (data,), size)
             if sync:
                 self._system.fdatasync(fd)
         finally:
@@ -605,7 +698,7 @@ class SegmentLog:
             try:
                 if not end.marked:
                     frame = build_frame(self._keys, end, self._synced, 0, ())
-                    write_all(self._system, end.fd, frame.data, end.offset)
+                    write_all(self._system, end.fd, frame.parts, end.offset)
                     self._system.ftruncate(end.fd, frame.end.offset)
                     self._system.fdatasync(end.fd)
                     self._end = frame.end
@@ -615,13 +708,185 @@ class SegmentLog:
             except OSError:
                 return
 
+    # compaction
+
+    def _alone(self, work: Callable[[], T]) -> T:
+        """Do something while no frame is being written."""
+        me = threading.get_ident()
+        while True:
+            claimed = False
+            try:
+                if self._leader == me:
+                    raise RuntimeError("a signal handler or finalizer cannot compact while its thread commits")
+                if not self._leader:
+                    claimed, self._leader = True, me
+                    with self._writer:
+                        if self._refused or self._pid != os.getpid():
+                            raise self._refuse()
+                        while self._queue[2] is not None and self._step():  # that an interrupt left
+                            pass
+                        if self._failure is not None:
+                            raise self._failed()
+                        return work()
+            except OSError as error:
+                raise StoreFailed(f"{self._path} was not compacted: {error}", errno=error.errno) from error
+            finally:
+                if claimed:
+                    self._leader = 0
+                    self._wake()
+            time.sleep(0.0005)
+
+    def _flattened(self) -> _Table:
+        """All rows in one table. The caller holds the writer."""
+        table = self._table
+        if table.before is not None:
+            flat = _Table()
+            flat.put(0, [table.view(table.count).tobytes()])
+            flat.count = table.count
+            self._table = flat
+        return self._table
+
+    def cut(self) -> tuple[Entries, Base]:
+        """Begin a new segment: all entries before it, and where it begins. Nothing that is in line is waited for."""
+
+        def roll() -> tuple[Entries, Base]:
+            if self._end.offset or self._end.fd < 0:
+                self._roll()
+            entries = self.entries()
+            self._cut = len(entries)
+            self._table = _Table(self._table)
+            return entries, Base(self._end.segment, self._end.sequence)
+
+        return self._alone(roll)
+
+    def stored_bytes(self) -> int:
+        """How many bytes its records take, without frames and what is only preallocated or waits to be removed."""
+        entries = self.entries()
+        return int(entries["length"].sum(dtype=np.int64)) + HEAD.size * len(entries)
+
+    def records(self, entries: Entries) -> Iterator[bytes]:
+        """The records of entries in order, checked; those that lie side by side are read together. Raises CorruptTree."""
+        assert self._keys is not None
+        window, fd, current = None, -1, -1
+        try:
+            for segment, offset, length, crc in entries[["segment", "offset", "length", "crc"]].tolist():
+                if window is None or segment != current:
+                    if fd >= 0:
+                        self._system.close(fd)
+                    fd = self._system.open(segment_path(self._segments, segment, "seg"), os.O_RDONLY)
+                    window, current = Window(self._system, fd), segment
+                record = window.get(offset, length)
+                if len(record) != length or crc32(record, self._keys.seed ^ length) != crc:
+                    raise _damaged(segment, offset, f"the record of {length} bytes does not match its checksum")
+                yield record
+        finally:
+            if fd >= 0:
+                self._system.close(fd)
+
+    def copy(self, records: Records) -> None:
+        """Write records behind all there is, durably, past what is in line. Raises StoreFailed; nothing is lost then."""
+        self._alone(lambda: self._write_aside(records))
+
+    def begin_at(self, base: Base, last: Callable[[Entries], Records]) -> None:
+        """Let the log begin where ``cut`` said last. ``last``: given the entries since then, what else is to be copied first."""
+
+        def switch() -> None:
+            table = self._table
+            if records := last(table.view(table.count, self._cut)):
+                self._write_aside(records)
+            self._sync()
+            now = base._replace(synced=self._synced)
+            body = b"sessiontree base %d %d %d" % now
+            assert self._keys is not None
+            self._make_lease(now.segment)
+            data = body + b" %08x\n" % crc32(body, self._keys.seed)
+            write_new(self._system, self._path + "/BASE", data, sync=True)
+            try:
+                self._system.fsync_dir(self._path)
+            except OSError as error:  # it begins there or not
+                raise self._stop("a sync of the directory failed", error) from error
+            dropped, alone = self._cut, self._table.behind(self._cut)
+            self._before.append(ref(self.lease))
+            self._base, self._table = now, alone
+            self._end = self._end._replace(records=self._end.records - dropped)
+            self._covered = self._covered._replace(records=self._covered.records - dropped)
+            self._followed = max(0, self._followed - dropped)
+            self.lease = Lease(self._system, now.segment)
+            self._litter = True
+
+        self._alone(switch)
+
+    def _make_lease(self, first: int) -> None:
+        """The file that readers lock. It need not outlive a crash of the system, which no reader does."""
+        self._system.close(self._system.open(segment_path(self._segments, first, "lease"), os.O_RDWR | os.O_CREAT))
+
+    def _write_aside(self, records: Records) -> None:
+        """One frame of records that are in no line. The caller is alone."""
+        assert self._keys is not None
+        size = FRAME_OVERHEAD + sum([HEAD.size + size_of(record) for record, _ in records])
+        if self._end.fd < 0 or (self._end.offset and self._end.offset + size > self._segment_bytes):
+            self._roll()
+        frame = build_frame(self._keys, self._end, self._synced, 0, (records,))
+        if frame.end.offset > self._room:
+            self._reserve(frame.end.offset)
+        try:
+            write_all(self._system, frame.end.fd, frame.parts, frame.end.frame)
+        except OSError as error:
+            try:
+                self._system.ftruncate(frame.end.fd, frame.end.frame)
+                self._system.fdatasync(frame.end.fd)
+                self._room = frame.end.frame
+            except OSError as second:
+                raise self._stop(f"a write failed ({error}) and could not be undone", second) from error
+            raise
+        self._sync_fd(frame.end.fd)  # all of the segment, under relaxed too
+        self._put(frame)
+        self._synced, self._durable = frame.end.sequence, self._written
+
+    def sweep(self) -> bool:
+        """Remove what stands before the beginning, if nobody reads it any more. True: nothing is left of it.
+
+        The background thread goes on trying.
+        """
+        with self._writer, suppress(OSError):
+            if not self._refused and self._litter:
+                self._litter = not self._sweep()
+        return not self._litter
+
+    def _sweep(self) -> bool:
+        system, first = self._system, self._base.segment
+        names = system.listdir(self._segments)
+        if not any(numbered(names, suffix, 0, first) for suffix in (".seg", ".idx", ".lease")):
+            return True
+        self._before = [lease for lease in self._before if lease() is not None]
+        if self._before:
+            return False
+        for number in numbered(names, ".lease", 0, first):
+            fd = system.open(segment_path(self._segments, number, "lease"), os.O_RDWR)
+            try:
+                if not system.flock(fd):
+                    return False
+            finally:
+                system.close(fd)
+        for number in [number for number in self._files if number < first]:
+            system.close(self._files.pop(number))
+        for suffix in ("seg", "idx", "lease"):
+            for number in numbered(names, f".{suffix}", 0, first):
+                system.unlink(segment_path(self._segments, number, suffix))
+        system.fsync_dir(self._segments)
+        return True
+
     # the background thread
 
     def _run(self) -> None:
         pause, longest = _POLL
-        while self._failure is None and not self._closing.wait(pause):
+        for look in itertools.count(1):
+            if self._failure is not None or self._closing.wait(pause):
+                break
             try:
                 busy = self._tend()
+                if self._litter and look % _SWEEP == 0:
+                    self.sweep()
             except StoreFailed:
                 continue
             except Exception as error:
@@ -660,8 +925,12 @@ class SegmentLog:
                     raise IncompatibleStore(f"{self._path} holds segments and no FORMAT")
             return
         assert self._keys is not None
+        self._take_lease()
         if self._scan is None:
-            self._scan = Scan(self._system, self._segments, self._keys, self._entry_of, self._strict, self._end._replace(fd=-1))
+            self._scan = Scan(self._system, self._segments, self._keys, self._entry_of, self._strict, self._base)
+            self._table = _Table()
+            self._end = self._scan.at
+            self._followed = 0
         scan, start = self._scan, self._end.records
         try:
             scan.walk()
@@ -669,7 +938,27 @@ class SegmentLog:
             if rows := scan.take():
                 self._table.put(start, rows)
             self._end = scan.at
+            self._table.count = scan.at.records
             self.damaged = tuple(scan.damaged)
+
+    def _take_lease(self) -> None:
+        """See where the log begins by now, and keep what stands there from being removed."""
+        base = self._read_base()
+        while self._scan is None or base != self._base:
+            path = segment_path(self._segments, base.segment, "lease")
+            fd = -1
+            with suppress(FileNotFoundError):  # nobody has compacted yet, or has done so just now
+                fd = self._system.open(path, os.O_RDONLY)
+                self._system.flock(fd, shared=True)
+            lease = Lease(self._system, base.segment, fd)
+            seen, base = base, self._read_base()
+            if seen == base:
+                self._base, self.lease, self._scan = base, lease, None
+                return
+
+    def _read_base(self) -> Base:
+        assert self._keys is not None
+        return read_base(self._system, self._path, self._keys)
 
     def _open_writer(self) -> None:
         system = self._system
@@ -687,7 +976,12 @@ class SegmentLog:
         system.fsync_dir(self._path)
         with suppress(PermissionError):  # a parent that may not be read: its owner made this directory, and synced it or not
             system.fsync_dir(os.path.dirname(self._path))
+        self._base = self._read_base()
         self._recover()
+        self._make_lease(self._base.segment)
+        self.lease = Lease(system, self._base.segment)
+        with suppress(OSError):
+            self._litter = not self._sweep()
         _open_logs.add(self)
         self._thread = threading.Thread(target=self._run, name="segment-log", daemon=True)
         self._thread.start()
@@ -716,13 +1010,15 @@ class SegmentLog:
         """Find the end of the log, cut what is torn, and make the rest durable again."""
         assert self._keys is not None
         system = self._system
-        scan = Scan(system, self._segments, self._keys, self._entry_of, self._strict, End())
+        scan = Scan(system, self._segments, self._keys, self._entry_of, self._strict, self._base)
         scan.walk()
         end = scan.at
         if rows := scan.take():
             self._table.put(0, rows)
+        self._table.count = end.records
         self.damaged = tuple(scan.damaged)
-        if end.segment and not scan.sealed and not any(segment == end.segment for segment, _, _ in scan.damaged):
+        broken = scan.sealed or any(segment == end.segment for segment, _, _ in scan.damaged)
+        if end.segment >= self._base.segment and not broken:
             fd = system.open(segment_path(self._segments, end.segment, "seg"), os.O_RDWR)
             self._end = end = end._replace(fd=fd)
             self._renew(fd, scan)
@@ -746,7 +1042,7 @@ class SegmentLog:
             data = window.get(at, min(CHUNK, end.offset - at))
             if not data:
                 raise _damaged(end.segment, at, "the file was cut while it was opened")
-            write_all(system, fd, data, at)
+            write_all(system, fd, (data,), at)
             at += len(data)
         system.fdatasync(fd)
 
@@ -793,6 +1089,7 @@ class SegmentLog:
                 self._system.close(fd)
         self._end = self._end._replace(fd=-1)
         self._lock_fd = -1
+        self.lease = Lease(self._system, self.lease.first)  # who still reads holds the one before
 
     def __del__(self) -> None:  # a reader that nobody closed; a writer's thread holds it
         if not self._closed and self._pid == os.getpid():

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Sequence
+from typing import Final
 
 __all__ = ["System"]
+
+_DSYNC: Final[int] = getattr(os, "RWF_DSYNC", 0)
 
 
 class System:
@@ -26,8 +30,16 @@ class System:
     def pread(self, fd: int, length: int, offset: int) -> bytes:
         return os.pread(fd, length, offset)
 
-    def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
-        return os.pwrite(fd, data, offset)
+    def pwritev(self, fd: int, parts: Sequence[bytes | memoryview], offset: int, *, sync: bool = False) -> int:
+        """Write bytes that stand in parts; with sync what was written is durable on return.
+
+        One call, and the interpreter's lock is given away once. An error does not say which of the two failed.
+        """
+        if _DSYNC or not sync:
+            return os.pwritev(fd, parts, offset, _DSYNC if sync else 0)
+        done = os.pwritev(fd, parts, offset)
+        os.fdatasync(fd)
+        return done
 
     def fdatasync(self, fd: int) -> None:
         os.fdatasync(fd)
@@ -64,10 +76,10 @@ class System:
     def listdir(self, path: str) -> list[str]:
         return os.listdir(path)
 
-    def flock(self, fd: int) -> bool:
-        """Try to take the exclusive lock of an open file; False: another descriptor has it."""
+    def flock(self, fd: int, *, shared: bool = False) -> bool:
+        """Try to lock an open file, alone or with others; False: another descriptor's lock forbids it."""
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True

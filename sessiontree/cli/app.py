@@ -1,0 +1,62 @@
+"""The commands, put together."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import typer
+
+from sessiontree import __version__
+from sessiontree.cli import drawing, health, moving, reading, running
+from sessiontree.cli.output import command
+
+_EXIT_CODES: Final = (
+    "Exit codes: 0 fine; 1 something was found: a difference, damage, what cannot be run again; 2 asked wrongly, or nothing of "
+    "that name; 3 no store there; 4 another process writes to it; 5 damage is in the way; 6 made by a newer version, or something "
+    "else; 7 the disk refused; 8 a package is missing."
+)
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=_EXIT_CODES,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"sessiontree {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def sessiontree(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)] = False,
+) -> None:
+    """Look at stores of sessions and at bundles, and keep them healthy.
+
+    STORE is a directory that a SessionStore was opened in, or, where nothing is changed, a bundle's file. A place in it is
+    SESSION/NODE, SESSION or NODE: sessions by id, nodes by head or id, ids also by their beginning. Commands that only look may
+    be used while another process writes to the store.
+    """
+
+
+for _name, _run in (
+    ("ls", reading.ls),
+    ("tree", drawing.tree),
+    ("show", reading.show),
+    ("log", reading.log),
+    ("diff", reading.diff),
+    ("replay", running.replay),
+    ("stats", health.stats),
+    ("fsck", health.fsck),
+    ("export", moving.export),
+    ("import", moving.import_),
+    ("pin", health.pin),
+    ("unpin", health.unpin),
+    ("drop", health.drop),
+    ("gc", health.gc),
+):
+    app.command(_name)(command(_run))

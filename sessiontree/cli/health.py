@@ -1,0 +1,189 @@
+"""Keeping a store healthy: ``fsck``, ``stats``, ``gc``, ``pin``, ``unpin``, ``drop``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from sessiontree.cli.output import Code, Usage, flat, progress, report_facts, safe, styled, write, write_json, write_pairs
+from sessiontree.cli.source import Json, Place, Store, check_store, complete_place, find_place, session_named, writing
+from sessiontree.render import _count, _listed, _name
+from sessiontree.store import SessionStore
+
+MAX_LINES: Final = 100  # of a list in a report
+NodePlace = Annotated[
+    str,
+    typer.Argument(
+        metavar="PLACE", help="SESSION/NODE, or NODE where it is the only one.", autocompletion=complete_place, show_default=False
+    ),
+]
+
+
+def fsck(
+    store: Store,
+    salvage: Annotated[
+        Path | None,
+        typer.Option("--salvage", metavar="NEW", help="Write every undamaged node to a new store at NEW.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Check every byte of a store.
+
+    Reads all of it again and compares every digest; changes nothing. Names what is damaged and what depends on that, and tells
+    it from a write that was cut short. Exit code 1: something is damaged.
+    """
+    from sessiontree.fsck import fsck as checked  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+    from sessiontree.fsck import salvage as saved  # noqa: PLC0415
+
+    check_store(store)
+    rescue = None
+    with progress("fsck" if salvage is None else "salvage", as_json) as bar:
+        if salvage is None:
+            report = checked(store, progress=bar)
+        else:
+            rescued = saved(store, salvage, progress=bar)
+            report, rescue = rescued.report, report_facts(rescued)
+            del rescue["report"]
+    facts = report_facts(report)
+    if as_json:
+        write_json(facts | {"salvage": rescue})
+        return Code.FINE if report.ok else Code.FOUND
+    write(styled("nothing is damaged", fg="green") if report.ok else styled("DAMAGED", fg="red", bold=True))
+    _write_report(facts)
+    if rescue is not None:
+        write(f"what is sound was written to {safe(str(salvage))}")
+        _write_report(rescue, "  ")
+    elif not report.ok:
+        write("--salvage NEW writes what is sound to a new store.")
+    return Code.FINE if report.ok else Code.FOUND
+
+
+def _write_report(facts: dict[str, Any], indent: str = "") -> None:
+    """Numbers first, then what lists hold, a line each."""
+    write_pairs(flat(facts), indent)
+    for name, found in facts.items():
+        for each in found[:MAX_LINES] if isinstance(found, list) else ():
+            write(f"{indent}{name.replace('_', ' ')}: {_described(each)}")
+        if isinstance(found, list) and len(found) > MAX_LINES:
+            write(f"{indent}{name.replace('_', ' ')}: {len(found) - MAX_LINES:,} more; --json has all")
+
+
+def _described(found: Any) -> str:
+    """One thing that was found, in a line."""
+    if not isinstance(found, dict):
+        return "/".join(_name(each) for each in found) if isinstance(found, list) else _name(str(found), 64)
+    if "what" not in found:
+        return ", ".join(f"{name} {value}" for name, value in flat(found))
+    line = safe(str(found["what"]))
+    where = [safe(str(found["path"]))] if found.get("path") else []
+    where += [f"{name} {found[name]}" for name in ("segment", "offset") if found.get(name) is not None]
+    where += [f"session {_name(found['session_id'])}"] if found.get("session_id") is not None else []
+    where += [f"node {found['node_id'][:16]}"] if found.get("node_id") else []
+    below = [node[:8] for node in found.get("dependents") or ()]
+    lost = f"; with it {_count(len(below), 'node')} below: {_listed(below)}" if below else ""
+    return line + (f" ({', '.join(where)})" if where else "") + lost
+
+
+def stats(store: Store, as_json: Json = False) -> int:
+    """Count what a store holds.
+
+    Bytes by kind, live and dead, how much is shared, how deep and wide sessions are.
+    """
+    from sessiontree.fsck import stats as counted  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+
+    check_store(store)
+    facts = report_facts(counted(store))
+    if as_json:
+        write_json(facts)
+    else:
+        _write_report(facts)
+    return Code.FINE
+
+
+def gc(
+    store: Store,
+    recent: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Also drop what no head and no pin leads to, except for the last N nodes of each session and their paths.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Give back what was dropped.
+
+    What no session shows any more leaves the disk, except for what another process reads: that goes when it is done. Killed
+    half-way, a store is as it was or as it will be.
+    """
+    with writing(store) as opened, progress("gc", as_json) as bar:
+        facts = report_facts(opened.gc(recent=recent, progress=bar))
+    if as_json:
+        write_json(facts)
+    else:
+        write_pairs(flat(facts))
+    return Code.FINE
+
+
+def pin(store: Store, place: NodePlace, as_json: Json = False) -> int:
+    """Keep a node and its path from gc.
+
+    And the features of their media, until it is unpinned.
+    """
+    with writing(store) as opened:
+        session, node = _node_named(opened, place)
+        session.pin(node)
+    return _told({"session": session.id, "node": node.id.hex(), "pinned": True}, "pinned", as_json)
+
+
+def unpin(store: Store, place: NodePlace, as_json: Json = False) -> int:
+    """Remove a pin.
+
+    The node stays until it is dropped, or gc --recent finds nothing else that leads to it.
+    """
+    with writing(store) as opened:
+        session, node = _node_named(opened, place)
+        session.unpin(node)
+    return _told({"session": session.id, "node": node.id.hex(), "pinned": False}, "not pinned", as_json)
+
+
+def drop(
+    store: Store,
+    place: NodePlace,
+    whole: Annotated[bool, typer.Option("--session", help="PLACE is a session; drop all of it.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Drop a node and all that stands below it.
+
+    Refused where a head or a pin holds any of that. The bytes come back with gc.
+    """
+    with writing(store) as opened:
+        if whole:
+            session = session_named(opened, place)
+            opened.drop(session.id)
+            return _told({"session": session.id, "node": None}, "dropped", as_json)
+        session, node = _node_named(opened, place)
+        session.drop(node)
+    return _told({"session": session.id, "node": node.id.hex()}, "dropped, with all below it", as_json)
+
+
+def _node_named(store: SessionStore, place: str) -> Place:
+    """A place where a node is named. Raises Usage."""
+    session, node = find_place(store, place)
+    if node is None:
+        raise Usage(f"{place!r} is a session; which node of it?")
+    return Place(session, node)
+
+
+def _told(facts: dict[str, Any], what: str, as_json: bool) -> int:
+    """Say what was done."""
+    if as_json:
+        write_json(facts)
+    else:
+        node = f"/{facts['node'][:8]}" if facts["node"] else ""
+        write(f"{_name(facts['session'])}{node} is {what}")
+    return Code.FINE

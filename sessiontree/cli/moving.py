@@ -1,0 +1,116 @@
+"""Bundles: ``export`` and ``import``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import typer
+
+from sessiontree.cli.output import Code, NoStore, Usage, flat, progress, report_facts, safe, write, write_json, write_pairs
+from sessiontree.cli.source import Json, Source, complete_place, complete_session, find_place, reading, session_named, writing
+from sessiontree.node import Namespace
+from sessiontree.render import _name
+
+Bundle = Annotated[Path, typer.Argument(metavar="FILE", help="The bundle's file.", show_default=False)]
+_FIELDS: Final = ", ".join(Namespace._fields)
+
+
+def export(
+    store: Source,
+    file: Bundle,
+    sessions: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SESSION...",
+            help="Sessions to export; all, if none is named.",
+            autocompletion=complete_session,
+            show_default=False,
+        ),
+    ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="PLACE",
+            help="Instead of sessions: SESSION/NODE, its path and what stands below it.",
+            autocompletion=complete_place,
+            show_default=False,
+        ),
+    ] = None,
+    features: Annotated[bool, typer.Option("--features", help="Take pixels and encoder outputs along.")] = False,
+    zstd: Annotated[bool, typer.Option("--zstd", help="Compress.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Write sessions to one file.
+
+    All of them, those that are named, or what stands below one node.
+    """
+    from sessiontree.bundles import export_bundle  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+
+    if sessions and start is not None:
+        raise Usage("either sessions are exported, or what stands below --from")
+    with reading(store) as source, progress("export", as_json) as bar:
+        names = [session_named(source, name).id for name in sessions] if sessions else None
+        subtree = None
+        if start is not None:
+            session, subtree = find_place(source, start)
+            names = [session.id]
+        compress: Literal["zstd"] | None = "zstd" if zstd else None
+        report = export_bundle(source, file, names, subtree=subtree, features=features, compress=compress, progress=bar)
+    facts = report_facts(report)
+    if as_json:
+        write_json(facts)
+    else:
+        write(f"written to {safe(str(file))}")
+        write_pairs(flat(facts), "  ")
+    return Code.FINE
+
+
+def import_(
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="A store's directory; made if there is none.", show_default=False)],
+    file: Bundle,
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--namespace",
+            metavar="FIELD=VALUE",
+            help=f"Import into another namespace than the bundle's: {_FIELDS}. Nodes get other ids then.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Read a bundle into a store.
+
+    Every digest is checked; what is there already stays, and a second time changes nothing.
+    """
+    from sessiontree.bundles import import_bundle, open_bundle  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+
+    if not file.is_file():
+        raise NoStore(f"there is no bundle at {file}")
+    target = _namespace(namespace)
+    if not store.exists():
+        open_bundle(file).close()  # before anything is made for it
+    with writing(store, make=True) as opened, progress("import", as_json) as bar:
+        report = import_bundle(opened, file, namespace=target, progress=bar)
+    facts = report_facts(report)
+    if as_json:
+        write_json(facts)
+    else:
+        write(f"imported from {safe(str(file))}")
+        write_pairs(flat(facts | {"ids": list(facts["ids"])}), "  ")
+        for head in facts["heads_kept"]:
+            name = f"{_name(head['session_id'])}/{_name(head['name'])}"
+            write(f"  {name} stays at {head['here'][:8]}; in the bundle it is at {head['bundled'][:8]}")
+    return Code.FINE
+
+
+def _namespace(fields: list[str] | None) -> Namespace | None:
+    if not fields:
+        return None
+    pairs = [field.partition("=") for field in fields]
+    for name, equals, _ in pairs:
+        if not equals or name not in Namespace._fields:
+            raise Usage(f"--namespace takes FIELD=VALUE with one of {_FIELDS}, not {name!r}")
+    return Namespace.of({name: value or None for name, _, value in pairs})

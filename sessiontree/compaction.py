@@ -1,0 +1,196 @@
+"""What of a store's records is to stay, and making the log hold that alone.
+
+A node stays if its session shows it, or if a session that stays was forked from it or from what is below it. A session stays if it
+was not dropped, or if such a fork's path goes through it. Of everything else what it came to stays: of heads, pins and aliases the
+last word, of openings their number.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from sessiontree import codec
+from sessiontree.backends.base import Records
+from sessiontree.backends.blobs import FeatureFolder, file_name
+from sessiontree.journal import MISSING, PREFIX_BYTES, Columns, Journal, above, below, parents_of, prefix_of
+
+Progress = Callable[[int, int], None]
+
+_BATCH_BYTES: Final = 2**20
+_BATCH: Final = 2**15  # entries looked at together
+
+
+@attrs.frozen
+class GcReport:
+    """What :meth:`SessionStore.gc` did. Counts are of nodes that are stored, roots not among them; bytes are those of the log.
+
+    ``swept``: whether all that went is gone from the disk; False where somebody reads it still: it goes when they are done.
+    """
+
+    nodes_before: int
+    nodes_after: int
+    bytes_before: int
+    bytes_after: int
+    features_removed: int
+    swept: bool
+
+
+class Kept(NamedTuple):
+    """``nodes``: places of those that stay. ``sessions``: numbers. ``drops``: of these, what they hide that stays all the same."""
+
+    nodes: NDArray[np.int64]
+    sessions: set[int]
+    drops: dict[int, tuple[int, ...]]
+
+
+def kept(journal: Journal, columns: Columns) -> Kept:
+    """What is to stay of the entries of ``columns``."""
+    dropped = columns.dropped_sessions()
+    tips = journal.tips(columns)
+    needed: dict[int, set[int]] = defaultdict(set)  # ordinals that forks begin with
+    waiting = [number for number in tips if number not in dropped]
+    sessions = set(waiting)
+    while waiting:
+        tip = tips[waiting.pop()]
+        if tip is not None:
+            needed[tip[0]].add(tip[1])
+            if tip[0] not in sessions:
+                sessions.add(tip[0])
+                waiting.append(tip[0])
+    hiding = set(columns.sessions[columns.places(codec.DROP)].tolist())
+    drops = {number: journal.dropped(columns, number) for number in hiding & sessions}
+    stay = []
+    for number, found in columns.by_session():
+        if number not in sessions:
+            continue
+        first, places = columns.by_ordinal(found)
+        mask = places != MISSING
+        if number in drops:
+            parents = parents_of(columns, places)
+            gone = below(drops[number], parents, first) | (0 in drops[number])
+            mask &= ~gone | np.frombuffer(above(needed[number], parents, first), np.bool)
+            left = set((np.flatnonzero(mask) + first).tolist())
+            drops[number] = tuple(ordinal for ordinal in drops[number] if ordinal == 0 or ordinal in left)
+        stay.append(places[mask])
+    nodes = np.sort(np.concatenate(stay)) if stay else np.empty(0, np.int64)
+    return Kept(nodes, sessions, {number: left for number, left in drops.items() if left})
+
+
+def compact(journal: Journal, features: FeatureFolder | None, progress: Progress | None) -> GcReport:
+    """Make the log hold what stays alone, while others go on writing. Raises StoreFailed, CorruptTree; all is as it was then."""
+    log = journal.log
+    journal.flush()
+    bytes_before = log.stored_bytes()
+    known = journal.columns()
+    entries, base = log.cut()
+    columns = known if len(known.entries) == len(entries) else Columns(entries, log.lease)
+    del known
+    stay = kept(journal, columns)
+    places = columns.places_of_nodes()
+    before = len(places)
+    candidates = None if features is None else features.names()
+    named: set[str] = set()
+    for done, records in _in_batches(journal, entries, stay.nodes):
+        if candidates:
+            named.update(_named(record for record, _ in records))
+        log.copy(records)
+        if progress is not None:
+            progress(done, len(stay.nodes))
+    if features is not None and candidates and (unsure := candidates - named & features.fresh()):
+        # Put since the store was opened: they wait for their nodes, unless those have come and gone.
+        gone = np.setdiff1d(places, stay.nodes)
+        seen: set[str] = set()
+        for _, records in _in_batches(journal, entries, gone):
+            seen.update(_named(record for record, _ in records))
+        candidates -= unsure - seen
+    mine = _keys(columns, stay.nodes) if candidates else None
+    last = partial(_last_words, journal, columns.others_alone(), stay)
+    del columns, places
+    log.begin_at(base, last)
+    del entries, last  # with what they hold nothing could be removed
+    journal.moved()
+    swept = log.sweep()
+    removed = 0
+    if features is not None and candidates and mine is not None and swept:
+        columns = Columns(log.entries())
+        came = columns.places_of_nodes()
+        came = came[~np.isin(_keys(columns, came), mine)]  # what came meanwhile
+        for _, records in _in_batches(journal, columns.entries, came):
+            named.update(_named(record for record, _ in records))
+        removed = features.remove(candidates - named)
+    return GcReport(before, len(stay.nodes), bytes_before, log.stored_bytes(), removed, swept)
+
+
+def _keys(columns: Columns, places: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Which node each is."""
+    keys: NDArray[np.uint64] = columns.sessions[places].astype(np.uint64) << np.uint64(32) | columns.ordinals[places]
+    return keys
+
+
+def _named(records: Iterable[Any]) -> Iterator[str]:
+    """The files of the features that nodes name."""
+    return (file_name(content) for record in records for content in codec.contents_of(record))
+
+
+def _in_batches(
+    journal: Journal, entries: NDArray[Any], places: NDArray[np.int64]
+) -> Iterator[tuple[int, list[tuple[bytes, bytes]]]]:
+    """Records with their prefixes, some MiB at a time, and how many have come so far."""
+    width = entries.dtype.itemsize
+    done = 0
+    batch: list[tuple[bytes, bytes]] = []
+    size = 0
+    for start in range(0, len(places), _BATCH):
+        some = entries[places[start : start + _BATCH]]
+        rows = some.tobytes()
+        for at, record in enumerate(journal.log.records(some)):
+            batch.append((record, rows[at * width : at * width + PREFIX_BYTES]))
+            size += len(record)
+            if size >= _BATCH_BYTES:
+                done += len(batch)
+                yield done, batch
+                batch, size = [], 0
+    if batch:
+        yield done + len(batch), batch
+
+
+def _last_words(journal: Journal, old: Columns, stay: Kept, entries: NDArray[Any]) -> Records:
+    """What is to be stored once more beside nodes: of what is ``old``, that which is the last word after all ``entries`` since."""
+    since = Columns(entries)
+    last: dict[Any, Any] = {}  # entries; None: it is not old
+    moved: dict[int, Any] = {}  # of each session the last of all its heads: versions never come again
+    dropped = {number for number, left in stay.drops.items() if 0 in left}
+    for columns in (old, since):
+        for place in columns.others().tolist():
+            kind, number = int(columns.kinds[place]), int(columns.sessions[place])
+            entry = columns.entries[place]
+            if kind == codec.SESSION and number in stay.sessions:
+                last.setdefault((kind, number), entry if columns is old else None)
+            elif kind in (codec.HEAD, codec.PIN, codec.ALIAS):
+                what = kind, number, entry["id"].tobytes()
+                if columns is since:
+                    last[what] = None
+                elif kind == codec.ALIAS or (number in stay.sessions and number not in dropped):
+                    last[what] = entry
+                if kind == codec.HEAD:
+                    moved[number] = last.get(what)
+    records: list[tuple[bytes, bytes]] = []
+    for entry in last.values():
+        if entry is None or (entry["kind"] == codec.PIN and not entry["key"]):
+            continue
+        if entry["kind"] == codec.HEAD and entry["ordinal"] == codec.NONE and moved[int(entry["session"])] is not entry:
+            continue
+        record = journal.log.read(entry)
+        if entry["kind"] == codec.ALIAS and codec.decode(record).identity is None:  # type: ignore[union-attr]
+            continue
+        records.append((record, entry.tobytes()[:PREFIX_BYTES]))
+    drops = [codec.encode(codec.DropRecord(number, left)) for number, left in stay.drops.items()]
+    openings = codec.encode(codec.OpenedRecord(max(stay.sessions, default=0), journal.openings))
+    return [*records, *((record, prefix_of(record)) for record in (*drops, openings))]

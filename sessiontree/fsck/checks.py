@@ -16,14 +16,13 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
-from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
 from sessiontree import codec
 from sessiontree.backends import blobs
-from sessiontree.backends.frames import CHUNK, ENTRY, Window
+from sessiontree.backends.frames import CHUNK, ENTRY, Window, crc32
 from sessiontree.backends.system import System
 from sessiontree.errors import CorruptTree, SessionTreeError, StoreFailed
 from sessiontree.positions import PositionScheme, scheme

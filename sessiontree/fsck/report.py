@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sessiontree import codec
-from sessiontree.backends.frames import HEAD, segment_path
+from sessiontree.backends.frames import HEAD, NO_BASE, segment_path
 from sessiontree.fsck.survey import ALIEN, NONE, Problem, Progress, Sidecar, Survey, surveyed
 
 
@@ -67,6 +67,7 @@ class Report:
     sessions: int
     nodes: int
     heads: int
+    pins: int
     aliases: int
     features: int
     unknown_records: int
@@ -114,35 +115,43 @@ class Examined:
         self.survey = survey
         self._children: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         self._orphans: defaultdict[_Cause, list[int]] = defaultdict(list)
-        for number in survey.waiting:
-            _, session, _, parent = survey.rows[number].item()[:4]
-            held = survey.sessions.get(session)
-            self._orphans[self._cause(session) if held is None or held.first is None else (session, parent)].append(number)
         is_node = survey.rows["kind"] == codec.NODE
         #: Nodes that cannot be read, damaged themselves or behind what is.
         self.lost = {number for number in survey.bad if is_node[number]}
+        for number in np.flatnonzero(is_node & (survey.parents == NONE) & ~survey.aside).tolist():
+            if number not in self.lost:
+                _, session, _, parent = survey.rows[number].item()[:4]
+                self._orphans[self._cause(session, parent)].append(number)
+        #: Sessions that were dropped; what stays of them is there for forks.
+        self.dropped = {number for number, ordinals in survey.drops.items() if 0 in ordinals}
         self._explained: set[_Cause] = set()
         self._unexplained = False  # a stretch of damage that says nothing of what was there
-        self.damaged = (*self._format(), *self._stretches(), *self._bad_records(), *self._bad_features())
-        self.dangling = (*self._dangling_nodes(), *self._dangling_forks(), *self._dangling_heads(), *self._of_no_session())
+        self.damaged = (*self._files(), *self._stretches(), *self._bad_records(), *self._bad_features())
+        self.dangling = (
+            *self._dangling_nodes(),
+            *self._dangling_forks(),
+            *self._dangling_heads(),
+            *self._dangling_pins(),
+            *self._of_no_session(),
+        )
 
-    def _cause(self, session: int) -> _Cause:
-        """What is missing, or rests on what is, where nobody can say which nodes a session begins with."""
+    def _cause(self, session: int, parent: int) -> _Cause:
+        """What is missing where a node's parent is: that, or what its session rests on, as far up as anything is known."""
         survey = self.survey
         held = survey.sessions.get(session)
         if held is None or held.row in survey.bad or held.record.tip is None:
-            return session, NONE
-        source, ordinal = held.record.tip
-        if held.tip >= 0:
+            return session, NONE if held is None or held.row in survey.bad else parent
+        if held.first is not None and parent:
+            return session, parent
+        if held.tip >= 0:  # which has no depth, for want of something above it
             return int(survey.rows["session"][held.tip]), int(survey.rows["ordinal"][held.tip])
-        of = survey.sessions.get(source)
-        return self._cause(source) if of is None or of.first is None else (source, ordinal)
+        source, ordinal = held.record.tip
+        return self._cause(source, ordinal if parent else 0)
 
     def _children_of(self, numbers: list[int]) -> list[int]:
         if self._children is None:
-            parents = np.array(self.survey.parents, np.int64)
-            order = np.argsort(parents, kind="stable")
-            self._children = parents[order], order
+            order = np.argsort(self.survey.parents, kind="stable")
+            self._children = self.survey.parents[order], order
         parents, order = self._children
         low, high = np.searchsorted(parents, numbers, "left"), np.searchsorted(parents, numbers, "right")
         return [child for first, last in zip(low, high, strict=True) for child in order[first:last].tolist()]
@@ -150,7 +159,7 @@ class Examined:
     def _below(self, left: list[int]) -> tuple[bytes, ...]:
         """The ids of some nodes, and of all below them, that were not lost before: they are now."""
         rows, found = self.survey.rows, []
-        while left := [number for number in left if number not in self.lost and number not in self.survey.aside]:
+        while left := [number for number in left if number not in self.lost and not self.survey.aside[number]]:
             self.lost.update(left)
             found += left
             here = zip(rows["session"][left].tolist(), rows["ordinal"][left].tolist(), strict=True)
@@ -178,13 +187,20 @@ class Examined:
             codec.HEAD: f"a move of {f'head {heads[0]!r}' if heads else 'a head'} of {whose}",
             codec.OPENED: f"an opening of {whose}",
             codec.ALIAS: "an alias",
+            codec.PIN: f"a pin in {whose}",
+            codec.DROP: f"what was dropped of {whose}",
         }.get(kind, "a record of a later version")
 
     # damage
 
-    def _format(self) -> Iterator[Damage]:
-        if self.survey.format_damage is not None:
-            yield Damage("FORMAT", f"{self.survey.format_damage}; what seeds the checksums was taken from the frames")
+    def _files(self) -> Iterator[Damage]:
+        """FORMAT and BASE."""
+        instead = {
+            "FORMAT": "what seeds the checksums was taken from the frames",
+            "BASE": "the log is read from the first segment on that is there, and what was dropped may have come back",
+        }
+        for name, why in self.survey.files_damaged.items():
+            yield Damage(name, f"{why}; {instead[name]}")
 
     def _stretches(self) -> Iterator[Damage]:
         """Damaged stretches of which nobody knows a record that was in them."""
@@ -209,7 +225,7 @@ class Examined:
                 what = f"{self._named(kind, session, ordinal, identity)}{sure}: {why}"
             where = _file_of(segment), what, segment, offset
             if kind == codec.NODE:
-                aside = number in survey.aside
+                aside = survey.aside[number]
                 below = () if aside else self._below([*self._children_of([number]), *self._orphaned((session, ordinal))])
                 yield Damage(*where, self._session_id(session), identity, below)
             elif kind == codec.SESSION:
@@ -245,16 +261,28 @@ class Examined:
     def _dangling_heads(self) -> Iterator[Finding]:
         for (session, name), (number, ordinal, _) in self.survey.heads.items():
             held = self.survey.sessions.get(session)
-            if held is None or ordinal is None:
+            if held is None or ordinal is None or session in self.dropped:
                 continue
-            at = held.find(ordinal, self.survey)
+            at = self.survey.find(session, ordinal)
             if self._is_lost(at):
                 what = f"head {name!r} of session {held.record.session_id!r} is at node {ordinal}, which {self._how(at)}"
                 yield Finding(what, *self._place(number), held.record.session_id, self._id_or_none(at))
 
+    def _dangling_pins(self) -> Iterator[Finding]:
+        for (session, identity), (number, ordinal, pinned) in self.survey.pins.items():
+            held = self.survey.sessions.get(session)
+            if held is None or not pinned or session in self.dropped:
+                continue
+            at = self.survey.find(session, ordinal)
+            if self._is_lost(at) or (self.survey.id_of(at) if at >= 0 else held.record.root_id) != identity:
+                how = self._how(at) if self._is_lost(at) else "is another"
+                what = f"a pin of session {held.record.session_id!r} is at node {ordinal}, which {how}"
+                yield Finding(what, *self._place(number), held.record.session_id, identity)
+
     def _of_no_session(self) -> Iterator[Finding]:
         """What else names a session that has no record."""
         known = {number: f"head {name!r}" for (_, name), (number, _, _) in self.survey.heads.items()}
+        known |= {number: "a pin" for number, _, _ in self.survey.pins.values()}
         known |= dict.fromkeys(self.survey.openings.values(), "an opening")
         for number, what in sorted(known.items()):
             session = int(self.survey.rows["session"][number])
@@ -278,16 +306,19 @@ class Examined:
 
     def report(self) -> Report:
         survey = self.survey
-        there = np.ones(survey.records, bool)
-        there[[*survey.gone, *survey.aside]] = False
+        there = ~survey.aside
+        there[list(survey.gone)] = False
         kinds = Counter(survey.rows["kind"][there].tolist())
+        heads = [of for (of, _), move in survey.heads.items() if move.ordinal is not None]
+        pins = [of for (of, _), (_, _, pinned) in survey.pins.items() if pinned]
         return Report(
             path=survey.path,
             bytes=survey.total,
-            records=survey.records - len(survey.gone),
-            sessions=len(survey.sessions),
+            records=len(survey.rows) - len(survey.gone),
+            sessions=len(survey.sessions.keys() - self.dropped),
             nodes=kinds[codec.NODE],
-            heads=sum(ordinal is not None for _, ordinal, _ in survey.heads.values()),
+            heads=sum(of not in self.dropped for of in heads),
+            pins=sum(of not in self.dropped for of in pins),
             aliases=sum(identity is not None for _, identity in survey.aliases.values()),
             features=len(survey.features),
             unknown_records=survey.unknown,
@@ -296,7 +327,7 @@ class Examined:
             unreadable_bytes=survey.unreadable,
             damaged=self.damaged,
             dangling=self.dangling,
-            wrong_ordinals=(*map(self._finding, survey.wrong_ordinals), *self._gaps()),
+            wrong_ordinals=(*map(self._finding, survey.wrong_ordinals), *self._gaps(), *self._names()),
             cycles=tuple(map(self._finding, survey.cycles)),
             misleading=tuple(_of_sidecar(each) for each in survey.sidecars if each.misleads),
             sidecars=tuple(_of_sidecar(each) for each in survey.sidecars if not each.misleads),
@@ -310,15 +341,26 @@ class Examined:
         return Finding(problem.what, *self._place(number), self._session_id(problem.session), identity)
 
     def _gaps(self) -> Iterator[Finding]:
-        """Ordinals that are skipped, with nothing to say why."""
+        """Ordinals that are skipped, with nothing to say why. Compaction leaves such gaps."""
+        if self._unexplained or self.survey.base != NO_BASE:
+            return
         for number, held in self.survey.sessions.items():
-            skipped = [ordinal for ordinal in held.missing() if (number, ordinal) not in self._explained]
-            if skipped and not self._unexplained:
-                some = ", ".join(map(str, skipped[:8])) + (f" and {len(skipped) - 8} more" if len(skipped) > 8 else "")
-                yield Finding(f"no node of session {held.record.session_id!r} is {some}", session_id=held.record.session_id)
-            for ordinal in held.far:
-                what = f"node {ordinal} of session {held.record.session_id!r} is far behind the others"
-                yield Finding(what, *self._place(held.far[ordinal]), held.record.session_id, self.survey.id_of(held.far[ordinal]))
+            if held.first is None:
+                continue
+            ordinals = self.survey.rows["ordinal"][self.survey.numbers_of(number)].astype(np.int64)
+            before = np.concatenate([[held.first - 1], ordinals])[:-1]
+            skips = ordinals > before + 1
+            for last, following in zip(before[skips].tolist(), ordinals[skips].tolist(), strict=True):
+                which = f"{last + 1} to {following - 1}" if following > last + 2 else f"{last + 1}"
+                yield Finding(f"no node of session {held.record.session_id!r} is {which}", session_id=held.record.session_id)
+
+    def _names(self) -> Iterator[Finding]:
+        """Sessions of one name."""
+        names: dict[str, int] = {}
+        for number, held in self.survey.sessions.items():
+            name = held.record.session_id
+            if number not in self.dropped and names.setdefault(name, number) != number:
+                yield Finding(f"{name!r} is the name of another session too", *self._place(held.row), name)
 
     def _unreachable(self) -> Iterator[Finding]:
         survey = self.survey

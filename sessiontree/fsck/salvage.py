@@ -7,17 +7,19 @@ behind a gap nodes move up, since a session counts its nodes without gaps. Ids s
 from __future__ import annotations
 
 import os
-from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import attrs
+import numpy as np
 
 from sessiontree import codec
 from sessiontree.backends import blobs
 from sessiontree.backends.segment_log import SegmentLog
 from sessiontree.errors import IncompatibleStore, StoreFailed
+from sessiontree.fsck.checks import Moved
 from sessiontree.fsck.report import Examined, Report, plain
 from sessiontree.fsck.survey import NONE, ROOT, Held, Progress, surveyed
 from sessiontree.journal import prefix_of
@@ -91,12 +93,8 @@ class _Salvage:
         self._survey = examined.survey
         self._new = new
         self._progress = progress
-        self._ordinals = array("q", [NONE]) * self._survey.records  # new ones, of nodes that are kept
-        self._kept = {
-            number: held
-            for number, held in sorted(self._survey.sessions.items())
-            if held.rules is not None and held.row not in self._survey.bad
-        }
+        self._ordinals = np.full(len(self._survey.rows), NONE, np.int64)  # new ones, of nodes that are kept
+        self._kept = {number: held for number, held in self._survey.sessions.items() if held.rules is not None}
         self._nodes = 0
         self._heads = 0
         self._lost_heads: list[tuple[str, str]] = []
@@ -151,19 +149,21 @@ class _Salvage:
     def _records(self) -> Iterator[bytes]:
         """What the new log is to hold, in order."""
         survey = self._survey
-        heads: dict[int, list[tuple[str, int | None, int]]] = {}
-        for (session, name), (_, ordinal, version) in survey.heads.items():
-            heads.setdefault(session, []).append((name, ordinal, version))
-        with survey.reader() as read:
+        more = self._of_sessions()
+        with survey.leased() as base, survey.reader() as read:
+            if base != survey.base:
+                raise Moved(survey.path, 0)
             for number, held in self._kept.items():
                 record, first = self._begun(held)
                 yield codec.encode(record)
-                for at, node in enumerate(self._sound(held), first):
+                sound = [node for node in survey.numbers_of(number).tolist() if node not in self._examined.lost]
+                for at, node in enumerate(sound, first):
                     self._ordinals[node] = at
-                    self._nodes += 1
                     yield self._moved(read(survey.rows[node]), node, at)
-                for name, ordinal, version in heads.get(number, ()):
-                    yield codec.encode(codec.HeadRecord(number, name, self._head(held, name, ordinal), version))
+                self._nodes += len(sound)
+                for write in more.get(number, ()):
+                    if (other := write(held)) is not None:
+                        yield codec.encode(other)
         if self._kept:
             # Drafts have keys of their own by the opening they were made in: what was lost may have been openings.
             lost = sum(stop - start for _, start, stop, _ in survey.stretches) // _SMALLEST
@@ -172,52 +172,68 @@ class _Salvage:
             if identity is not None:
                 yield codec.encode(codec.AliasRecord(namespace, alias, identity))
 
+    def _of_sessions(self) -> dict[int, list[Callable[[Held], codec.Record | None]]]:
+        """What is written of each session behind its nodes."""
+        found: dict[int, list[Callable[[Held], codec.Record | None]]] = {}
+        for (session, name), (_, ordinal, version) in self._survey.heads.items():
+            found.setdefault(session, []).append(partial(self._head, name, ordinal, version))
+        for (session, identity), (_, ordinal, pinned) in self._survey.pins.items():
+            if pinned:
+                found.setdefault(session, []).append(partial(self._pin, identity, ordinal))
+        for session, ordinals in self._survey.drops.items():
+            found.setdefault(session, []).append(partial(self._drop, ordinals))
+        return found
+
     def _begun(self, held: Held) -> tuple[codec.SessionRecord, int]:
         """A session's record, and the ordinal of its first own node."""
         if held.record.tip is None:
             return held.record, 1
         survey, tip = self._survey, held.tip
         while tip in self._examined.lost:
-            tip = survey.parents[tip]
+            tip = int(survey.parents[tip])
         if tip != held.tip or tip == NONE:
             self._cut.append(held.record.session_id)
         if tip < 0:
             return held.record._replace(tip=(held.record.tip[0], 0)), 1
-        return held.record._replace(tip=(int(survey.rows["session"][tip]), self._ordinals[tip])), survey.depths[tip] + 1
-
-    def _sound(self, held: Held) -> Iterator[int]:
-        for number in (*held.numbers, *(held.far[ordinal] for ordinal in sorted(held.far))):
-            if number != NONE and number not in self._examined.lost:
-                yield number
+        depth = survey.depth(tip)
+        assert depth is not None
+        return held.record._replace(tip=(int(survey.rows["session"][tip]), int(self._ordinals[tip]))), depth + 1
 
     def _moved(self, record: bytes, number: int, ordinal: int) -> bytes:
         """A node's record under its new ordinal."""
-        survey = self._survey
-        above = survey.parents[number]
-        _, session, was, below = survey.rows[number].item()[:4]
-        if above == ROOT:
-            parent = 0
-        elif survey.rows["session"][above] == session:
-            parent = self._ordinals[above]
-        else:
-            parent = survey.depths[above]  # on the path of the fork's tip
-        if (ordinal, parent) == (was, below):
-            return record
-        node = codec.decode(record)
-        assert isinstance(node, codec.NodeRecord)
-        return codec.encode(node._replace(ordinal=ordinal, parent=parent))
+        _, session, was, before = self._survey.rows[number].item()[:4]
+        parent = self._ordinal(session, int(self._survey.parents[number]))
+        return record if (ordinal, parent) == (was, before) else codec.renumbered(record, session, ordinal, parent)
 
-    def _head(self, held: Held, name: str, ordinal: int | None) -> int | None:
-        if ordinal is None:
-            return None
-        at = held.find(ordinal, self._survey)
-        if at == NONE or at in self._examined.lost:
-            self._lost_heads.append((held.record.session_id, name))
-            return None
-        self._heads += 1
-        if at == ROOT:
+    def _ordinal(self, session: int, number: int) -> int:
+        """The new ordinal of a node in a session: on the path of a fork it is its depth."""
+        if number == ROOT:
             return 0
-        return self._ordinals[at] if self._survey.rows["session"][at] == held.number else self._survey.depths[at]
+        if self._survey.rows["session"][number] == session:
+            return int(self._ordinals[number])
+        depth = self._survey.depth(number)
+        assert depth is not None
+        return depth
+
+    def _place(self, held: Held, ordinal: int) -> int | None:
+        """The new ordinal for an old one; None where the node is lost."""
+        at = self._survey.find(held.number, ordinal)
+        return None if at == NONE or at in self._examined.lost else self._ordinal(held.number, at)
+
+    def _head(self, name: str, ordinal: int | None, version: int, held: Held) -> codec.Record:
+        at = None if ordinal is None else self._place(held, ordinal)
+        self._heads += at is not None
+        if at is None and ordinal is not None:
+            self._lost_heads.append((held.record.session_id, name))
+        return codec.HeadRecord(held.number, name, at, version)
+
+    def _pin(self, identity: bytes, ordinal: int, held: Held) -> codec.Record | None:
+        at = self._place(held, ordinal)
+        return None if at is None else codec.PinRecord(held.number, at, identity, True)
+
+    def _drop(self, ordinals: set[int], held: Held) -> codec.Record | None:
+        at = sorted(place for ordinal in ordinals if (place := self._place(held, ordinal)) is not None)
+        return codec.DropRecord(held.number, tuple(at)) if at else None
 
     def _copy_features(self, done: int) -> int:
         """Copy the sound files of features: how many."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
 from sessiontree import codec
 from sessiontree.backends.frames import HEAD
@@ -35,15 +36,16 @@ class SessionStats:
 class Stats:
     """A store by numbers. Bytes add up to those of its files.
 
-    ``bytes``: by kind of record, ``session``, ``node``, ``head``, ``opening``, ``alias``, ``later`` (of a later version);
-    ``framing``, what holds them together, damage included; ``free``, allocated ahead or torn; ``sidecars``; ``features``. Of the
-    bytes of records and features: ``live``, nodes that a head or a fork is at or behind, the sessions, and the last word on heads,
-    openings and aliases; ``loose``, nodes that are kept by being there alone; ``dead``, what was said once and does not count any
-    more, and features that no node names.
+    ``bytes``: by kind of record, ``session``, ``node``, ``head``, ``opening``, ``alias``, ``pin``, ``drop``, ``later`` (of a later
+    version); ``framing``, what holds them together, damage included; ``free``, allocated ahead or torn; ``sidecars``; ``left``,
+    what compaction has left behind for those who read it still; ``features``. Of the bytes of records and features: ``live``, nodes
+    that a head, a pin or a fork is at or behind, the sessions, and the last word on heads, pins, openings and aliases; ``loose``,
+    nodes that are kept by being there alone, which ``gc(recent=0)`` would drop; ``dead``, what ``gc()`` gives back: what was
+    dropped, what was said once and does not count any more, and features that no node names.
 
-    ``tokens``: stored. ``path_tokens``: what all paths have, from the root to each leaf, one by one; ``dedupe_ratio``: how many
-    times as much as is stored. ``fan_out``: children of a node or root that has any. A node below which only a fork goes on is a
-    leaf.
+    ``nodes`` to ``sessions`` count what sessions show, or forks share. ``tokens``: stored. ``path_tokens``: what all paths have,
+    from the root to each leaf, one by one; ``dedupe_ratio``: how many times as much as is stored. ``fan_out``: children of a node
+    or root that has any. A node below which only a fork goes on is a leaf.
     """
 
     path: str
@@ -74,6 +76,8 @@ _KINDS = {
     codec.HEAD: "head",
     codec.OPENED: "opening",
     codec.ALIAS: "alias",
+    codec.PIN: "pin",
+    codec.DROP: "drop",
 }
 
 
@@ -84,24 +88,29 @@ def stats(path: str | os.PathLike[str], *, progress: Progress | None = None, pro
 
 def counted(survey: Survey) -> Stats:
     """What a survey amounts to."""
-    rows, lost = survey.rows, Examined(survey).lost
-    kinds = rows["kind"]
+    rows, examined = survey.rows, Examined(survey)
+    kinds, parents, depths = rows["kind"], survey.parents, survey.depths()
+    starts, stops = survey.starts, survey.stops
     sizes = rows["length"].astype(np.int64) + HEAD.size
-    parents = np.array(survey.parents, np.int64)
-    starts, stops, depths = (np.array(column, np.int64) for column in (survey.starts, survey.stops, survey.depths))
-    sound = (kinds == codec.NODE) & (parents != NONE)
-    sound[[*lost, *survey.aside]] = False
-    reached = _reached(survey, parents, sound)
+    sizes[list(survey.gone)] = 0
+    sound = (kinds == codec.NODE) & (parents != NONE) & ~survey.aside
+    sound[list(examined.lost)] = False
+    forked = _behind(survey, sound, _tips(examined))
+    sound &= forked | ~_hidden(examined, sound)
+    reached = forked | _behind(survey, sound, _held_places(examined))
 
     by_kind = {name: int(sizes[kinds == kind].sum()) for kind, name in _KINDS.items()}
     by_kind["later"] = int(sizes.sum()) - sum(by_kind.values())
     by_kind["free"] = survey.free
     by_kind["framing"] = sum(survey.sizes.values()) - int(sizes.sum()) - survey.free
     by_kind["sidecars"] = survey.sidecar_bytes
+    by_kind["left"] = survey.left_bytes
     by_kind["features"] = sum(size for _, size in survey.feature_files)
 
+    dropped = examined.dropped
     last = [held.row for held in survey.sessions.values()]
-    last += [number for number, ordinal, _ in survey.heads.values() if ordinal is not None]
+    last += [move.number for (of, _), move in survey.heads.items() if move.ordinal is not None and of not in dropped]
+    last += [number for (of, _), (number, _, pinned) in survey.pins.items() if pinned and of not in dropped]
     last += [number for number, identity in survey.aliases.values() if identity is not None]
     last += sorted(survey.openings.values())[-1:]
     named = sum(size for name, size in survey.feature_files if os.path.basename(name) in survey.contents)
@@ -110,7 +119,10 @@ def counted(survey: Survey) -> Stats:
 
     own = np.flatnonzero(sound)
     # Of each node the session it is in, as an index into those that are there; of a root, the same with -1 for a parent.
-    known = {number: at for at, number in enumerate(survey.sessions)}
+    shown = [held for number, held in survey.sessions.items() if number not in dropped]
+    of_forks = set(np.unique(rows["session"][own]).tolist()) & dropped  # what is left of them is there for forks
+    shown += [survey.sessions[number] for number in sorted(of_forks)]
+    known = {held.number: at for at, held in enumerate(shown)}
     session = np.array([known[number] for number in rows["session"][own].tolist()], np.int64)
     above = parents[own]
     inside = above >= 0
@@ -131,11 +143,11 @@ def counted(survey: Survey) -> Stats:
         if number in known:
             heads[known[number]] += move.ordinal is not None
     columns: tuple[list[Any], ...] = (
-        [held.record.session_id for held in survey.sessions.values()],
+        [held.record.session_id for held in shown],
         *map(summed, (np.ones(len(own)), leaf, tokens, sizes[own])),
         deepest.tolist(),
         heads,
-        [survey.source_of(held) for held in survey.sessions.values()],
+        [survey.source_of(held) for held in shown],
     )
     path_tokens = int(stops[own][leaf].sum())
     return Stats(
@@ -157,17 +169,53 @@ def counted(survey: Survey) -> Stats:
     )
 
 
-def _reached(survey: Survey, parents: Any, sound: Any) -> Any:
-    """Which sound nodes a head is at, a fork begins with, or either is behind."""
-    reached = np.zeros(len(sound), bool)
-    tips = [held.tip for held in survey.sessions.values()]
-    for (session, _), (_, ordinal, _) in survey.heads.items():
-        held = survey.sessions.get(session)
-        if held is not None and ordinal is not None:
-            tips.append(held.find(ordinal, survey))
-    for tip in tips:
-        at = tip
-        while at >= 0 and sound[at] and not reached[at]:
-            reached[at] = True
-            at = int(parents[at])
-    return reached
+def _tips(examined: Examined) -> list[int]:
+    """The nodes that sessions were forked from: those that are there, and those that others of these rest on."""
+    survey = examined.survey
+    needed = [held for number, held in survey.sessions.items() if number not in examined.dropped]
+    seen = {held.number for held in needed}
+    tips = []
+    while needed:
+        held = needed.pop()
+        tips.append(held.tip)
+        source = None if held.record.tip is None else survey.sessions.get(held.record.tip[0])
+        if source is not None and source.number not in seen:
+            seen.add(source.number)
+            needed.append(source)
+    return tips
+
+
+def _held_places(examined: Examined) -> list[int]:
+    """The nodes that heads and pins are at."""
+    survey = examined.survey
+    places = [(of, ordinal) for (of, _), (_, ordinal, _) in survey.heads.items() if ordinal is not None]
+    places += [(of, ordinal) for (of, _), (_, ordinal, pinned) in survey.pins.items() if pinned]
+    return [survey.find(of, ordinal) for of, ordinal in places if of not in examined.dropped]
+
+
+def _behind(survey: Survey, sound: NDArray[np.bool], nodes: list[int]) -> NDArray[np.bool]:
+    """Which sound nodes are among some, or on their paths."""
+    behind = np.zeros(len(sound), np.bool)
+    for node in nodes:
+        at = node
+        while at >= 0 and sound[at] and not behind[at]:
+            behind[at] = True
+            at = int(survey.parents[at])
+    return behind
+
+
+def _hidden(examined: Examined, sound: NDArray[np.bool]) -> NDArray[np.bool]:
+    """Which sound nodes their own session does not show."""
+    survey = examined.survey
+    hidden = np.zeros(len(sound), np.bool)
+    for session, ordinals in survey.drops.items():
+        numbers = survey.numbers_of(session)
+        if 0 in ordinals:
+            hidden[numbers] = True
+            continue
+        hidden[numbers] = np.isin(survey.rows["ordinal"][numbers], list(ordinals))
+        for number in numbers.tolist():  # parents come before their children
+            above = int(survey.parents[number])
+            if above >= 0 and hidden[above] and survey.rows["session"][above] == session:
+                hidden[number] = True
+    return hidden & sound

@@ -12,7 +12,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ from sessiontree.fsck.salvage import SalvageReport, _Salvage
 from sessiontree.fsck.stats import counted
 from sessiontree.fsck.survey import Survey, seed_of
 from sessiontree.journal import prefix_of
-from tests.disk import Disk
-from tests.disk_model import AT, all_seen, digest, golden, grow, logs_on, open_on, scheme_of
+from tests.disk import Disk, Fault
+from tests.disk_model import AT, all_seen, digest, golden, grow, let_go, logs_on, open_on, scheme_of
 from tests.test_store_disk import (
     _hostile_sessions,
     an_image,
@@ -972,7 +972,7 @@ def _unnamed(report: Report, nodes: Any, there: Any) -> set[bytes]:
 def damaged_in(disk: Disk, node: Node) -> Disk:
     """A copy in which all records of a node are damaged."""
     for row in entries_of(disk):
-        if row["id"].tobytes() == node.id:
+        if row["kind"] == codec.NODE and row["id"].tobytes() == node.id:
             disk = flipped(disk, segment(int(row["segment"])), int(row["offset"]) + 80)
     return disk
 
@@ -1197,3 +1197,152 @@ def test_stats_of_a_tree_that_is_known() -> None:
 
 def _stats_of(disk: Disk) -> Stats:
     return counted(Survey(AT, disk).read())
+
+
+# what was dropped, and compaction -------------------------------------------------------------------------------------------
+
+
+def pruned(store: SessionStore) -> None:
+    """Sessions with pins, of which some was dropped, some of that is shared by forks, and one session is gone."""
+    everything(store)
+    session = store.get("all")
+    some = session.leaves()
+    held = {*session.heads.values()}
+    session.pin(session.head("main").node)
+    session.pin(some[0])
+    session.unpin(some[0])
+    session.drop(*[leaf for leaf in some if leaf not in held][:3])
+    text = text_session(store, "text")
+    node = text.append(text.append(text.root, [1] * 10), [2] * 10)
+    side = text.append(text.root, [3] * 10)
+    kept = store.fork(text, side, "kept")
+    text.set_head("main", node)
+    text.pin(text.root)
+    text.drop(side)  # which the fork shares
+    kept.append(side, [4])
+    gone = text_session(store, "gone")
+    store.fork(gone, gone.append(gone.root, [5] * 10), "of one that is gone")
+    gone.set_head("main", gone.root)
+    store.drop("gone")
+    text_session(store, "gone").append(store.get("gone").root, [6])
+
+
+def all_of(store: SessionStore) -> dict[str, Any]:
+    return {name: (all_seen(store)[name], sorted(store.get(name).pins)) for name in store.sessions()}
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_what_was_dropped_is_sound_and_stays_dropped(compacted: bool, tmp_path: Path) -> None:
+    disk = Disk()
+    with open_on(disk, segment_bytes=2500) as store:
+        pruned(store)
+        if compacted:
+            assert store.gc().swept
+            text_session(store, "after").append(store.get("after").root, [7])
+        before = all_of(store)
+    report = report_of(disk)
+    assert report.ok and not told(report) and report.pins == 2 and report.sessions == len(before)
+    assert (report.repeated == 0) and (f"{AT}/BASE" in disk.names) == compacted
+    found = _stats_of(disk)
+    assert [each.session_id for each in found.sessions[: len(before)]] == list(before)
+    shown = sum(len(seen["nodes"]) for seen, _ in before.values())
+    assert found.nodes < shown and (found.dead > 500) == (not compacted) and (found.nodes == report.nodes) == compacted
+    with saved_store(disk, tmp_path / "new") as (made, store):
+        assert all_of(store) == before and not (made.lost_nodes or made.lost_sessions or made.lost_heads or made.cut_forks)
+        assert store.gc().nodes_after == found.nodes
+        assert all_of(store) == before
+    assert not told(report)
+
+
+def test_each_byte_of_a_compacted_store_that_is_flipped_is_found() -> None:
+    disk = Disk()
+    with open_on(disk, segment_bytes=2500) as store:
+        pruned(store)
+        store.gc()
+    sound = report_of(disk)
+    rng = random.Random(8)
+    for path, data in files_of(disk).items():
+        step = 1 if SOAK or path.endswith("BASE") else 11
+        for at in range(rng.randrange(step), len(data), step):
+            report = report_of(flipped(disk, path, at, 1 << rng.randrange(8)))
+            if path.endswith(".idx"):
+                assert report.ok and [finding.path for finding in report.sidecars] == [os.path.relpath(path, AT)], at
+            else:
+                assert not report.ok and {damage.path for damage in report.damaged} == {os.path.relpath(path, AT)}, (path, at)
+            if path.endswith("BASE"):
+                assert (report.nodes, report.records, len(report.damaged)) == (sound.nodes, sound.records, 1)
+
+
+def test_compaction_that_breaks_off_anywhere_leaves_a_sound_store() -> None:
+    disk = Disk()
+    with open_on(disk, segment_bytes=2500) as store:
+        pruned(store)
+        before = all_of(store)
+    states = 0
+    twice = 0
+    for n in range(1, 400):
+        broken = disk.copy()
+        store = open_on(broken)
+        broken._hit = 0
+        broken.fault = Fault(n, errno.ENOSPC, frozenset({"open", "pwrite", "fdatasync", "fsync_dir", "rename", "unlink"}))
+        with suppress(SessionTreeError):
+            store.gc()
+        hit = broken._hit >= n
+        killed = broken.copy()
+        broken.fault = None
+        let_go(store)
+        if not hit:
+            break
+        report = report_of(killed)
+        assert report.ok, (n, whats(report))
+        twice += report.repeated > 0
+        states += 1
+        with open_on(killed) as store:
+            assert all_of(store) == before
+    assert states > 15 and twice > 3
+
+
+def test_it_works_beside_compaction(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    done = threading.Event()
+    with logs_on(segment_log._SYSTEM, segment_bytes=20_000):
+        store = SessionStore.open(path)
+    counts: list[int] = []
+
+    def write() -> None:
+        session = text_session(store)
+        while not done.is_set():
+            made = [session.append(session.root, [number, len(counts)] * 10) for number in range(60)]
+            session.drop(*made[::2])
+            counts.append(store.gc().nodes_after)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        looks = 0
+        deadline = time.monotonic() + 60
+        while (looks < (200 if SOAK else 8) or len(counts) < 4) and time.monotonic() < deadline:
+            time.sleep(0.01)
+            if counts:
+                report = fsck(path)
+                assert report.ok, whats(report)
+                looks += 1
+    finally:
+        done.set()
+        writer.join()
+        store.close()
+    assert looks >= 8 and not told(fsck(path))
+
+
+def test_pins_of_what_is_damaged_are_dangling(tmp_path: Path) -> None:
+    disk = Disk()
+    with open_on(disk) as store:
+        session = text_session(store)
+        node = session.append(session.root, [1] * 30)
+        session.pin(node)
+        session.pin(session.root)
+    report = report_of(damaged_in(disk, node))
+    assert [finding.what for finding in report.dangling] == ["a pin of session 's' is at node 1, which is damaged"]
+    assert report.pins == 2
+    with saved_store(damaged_in(disk, node), tmp_path / "new") as (_, store):
+        assert list(store.get("s").pins) == [store.get("s").root.id]

@@ -18,26 +18,13 @@ from sessiontree.fsck.survey import ALIEN, NONE, Problem, Progress, Sidecar, Sur
 
 
 @attrs.frozen
-class Damage:
-    """Bytes that are not what was written, or a record that cannot be what a store writes.
+class Finding:
+    """Something that is worth knowing of a record or a file.
 
     ``path``: the file, below the store's directory; ``segment`` and ``offset``: where in the log. ``session_id``, ``node_id``: what
-    was there, as far as anything says so. ``dependents``: ids of the nodes that cannot be read for want of it, each named once,
+    it is about, as far as anything says so. ``dependents``: ids of the nodes that cannot be read because of it, each named once,
     under the nearest damage above it.
     """
-
-    path: str
-    what: str
-    segment: int | None = None
-    offset: int | None = None
-    session_id: str | None = None
-    node_id: bytes | None = None
-    dependents: tuple[bytes, ...] = ()
-
-
-@attrs.frozen
-class Finding:
-    """Something else that is worth knowing of a record or a file; as :class:`Damage`."""
 
     what: str
     path: str | None = None
@@ -46,6 +33,11 @@ class Finding:
     session_id: str | None = None
     node_id: bytes | None = None
     dependents: tuple[bytes, ...] = ()
+
+
+@attrs.frozen
+class Damage(Finding):
+    """Bytes that are not what was written, or a record that cannot be what a store writes; what was there, if anything says so."""
 
 
 @attrs.frozen
@@ -200,7 +192,7 @@ class Examined:
             "BASE": "the log is read from the first segment on that is there, and what was dropped may have come back",
         }
         for name, why in self.survey.files_damaged.items():
-            yield Damage(name, f"{why}; {instead[name]}")
+            yield Damage(f"{why}; {instead[name]}", name)
 
     def _stretches(self) -> Iterator[Damage]:
         """Damaged stretches of which nobody knows a record that was in them."""
@@ -213,7 +205,7 @@ class Examined:
         for segment, start, stop, why in survey.stretches:
             if bisect_left(known, (segment, start)) == bisect_left(known, (segment, stop + HEAD.size)):
                 self._unexplained |= stop - start >= HEAD.size
-                yield Damage(_file_of(segment), f"{why} in {stop - start} bytes" if stop > start else why, segment, start)
+                yield Damage(f"{why} in {stop - start} bytes" if stop > start else why, _file_of(segment), segment, start)
 
     def _bad_records(self) -> Iterator[Damage]:
         survey = self.survey
@@ -223,7 +215,7 @@ class Examined:
             if number in survey.gone:
                 sure = "" if survey.gone[number] else ", as what is left of it says"
                 what = f"{self._named(kind, session, ordinal, identity)}{sure}: {why}"
-            where = _file_of(segment), what, segment, offset
+            where = what, _file_of(segment), segment, offset
             if kind == codec.NODE:
                 aside = survey.aside[number]
                 below = () if aside else self._below([*self._children_of([number]), *self._orphaned((session, ordinal))])
@@ -236,7 +228,7 @@ class Examined:
     def _bad_features(self) -> Iterator[Damage]:
         for name, why in self.survey.features.items():
             if why is not None:
-                yield Damage(self._below_store(name), why)
+                yield Damage(why, self._below_store(name))
 
     def _below_store(self, name: str) -> str:
         return os.path.relpath(name, self.survey.path)

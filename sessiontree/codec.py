@@ -923,7 +923,8 @@ def check_root(record: SessionRecord) -> None:
 def id_below(record: NodeRecord, parent_id: bytes) -> bytes:
     """The id of a node's content under the parent of this id."""
     table = (record.runs, record.state) if is_external(record.runs) else None
-    head = content_prefix(record.origin, record.role, record.key, tuple(item.fields() for item in record.media), table)
+    media = tuple(item.fields() for item in record.media) if record.media else ()
+    head = content_prefix(record.origin, record.role, record.key, media, table)
     return node_id(parent_id, head, record.data)
 
 
@@ -931,7 +932,7 @@ def check_digest(record: NodeRecord, parent_id: bytes) -> None:
     """Whether a node's id is that of its content under the parent of this id. Raises CorruptTree."""
     computed = id_below(record, parent_id)
     if computed != record.id:
-        _wrong(f"node {record.id[:4].hex()} holds the content of {computed[:4].hex()}")
+        _wrong(f"{_node(record)} holds the content of {computed[:4].hex()}")
 
 
 def check_positions(record: NodeRecord, parent_stop: int, scheme: PositionScheme) -> None:
@@ -940,19 +941,22 @@ def check_positions(record: NodeRecord, parent_stop: int, scheme: PositionScheme
     Not whether the rule gives these: no rule is applied again.
     """
     count = len(record.data) // TOKEN_BYTES
-    where = f"node {record.id[:4].hex()}"
-    initial = scheme.initial_state()
+    kind = float if scheme.floats else int
     for runs, state in ((record.runs, record.state), *(() if record.replayed is None else (record.replayed,))):
-        if state.num_tokens != parent_stop + count:
-            _wrong(f"{where} has a state of {state.num_tokens} tokens and ends after {parent_stop + count}")
+        num_tokens, after, top, _, carried = state
+        if num_tokens != parent_stop + count:
+            _wrong(f"{_node(record)} has a state of {num_tokens} tokens and ends after {parent_stop + count}")
         check_runs(runs, count, scheme.num_axes)
-        if {type(state.next_position), type(state.max_position)} != {float if scheme.floats else int}:
-            _wrong(f"{where}: positions of {scheme.name} are no such numbers")
-        if len(state.carried) not in scheme.carries:
-            _wrong(f"{where} carries {len(state.carried)} numbers, {scheme.name} {' or '.join(map(str, scheme.carries))}")
-        known = initial.carried or (0,) * len(state.carried)
-        for number, first in zip(state.carried, known, strict=True):
+        if type(after) is not kind or type(top) is not kind:
+            _wrong(f"{_node(record)}: positions of {scheme.name} are no such numbers")
+        if len(carried) not in scheme.carries:
+            _wrong(f"{_node(record)} carries {len(carried)} numbers, {scheme.name} {' or '.join(map(str, scheme.carries))}")
+        for number, first in zip(carried, scheme.initial_state().carried or (0,) * len(carried), strict=True) if carried else ():
             if type(number) is not type(first) and not (first is None and type(number) is float):
-                _wrong(f"{where} carries other numbers than {scheme.name}")
+                _wrong(f"{_node(record)} carries other numbers than {scheme.name}")
             if type(number) is int and number < 0:
-                _wrong(f"{where} carries a count of {number}")
+                _wrong(f"{_node(record)} carries a count of {number}")
+
+
+def _node(record: NodeRecord) -> str:
+    return f"node {record.id[:4].hex()}"

@@ -76,7 +76,8 @@ from sessiontree.backends.frames import (
     build_frame,
     crc32,
     numbered,
-    read_file,
+    read_base,
+    read_format,
     segment_path,
     size_of,
     write_all,
@@ -986,14 +987,7 @@ class SegmentLog:
 
     def _read_base(self) -> Base:
         assert self._keys is not None
-        data = read_file(self._system, self._path + "/BASE")
-        if data is None:
-            return NO_BASE
-        body, _, crc = data.rstrip(b"\n").rpartition(b" ")
-        words = body.split()
-        if crc != b"%08x" % crc32(body, self._keys.seed) or words[:2] != [b"sessiontree", b"base"] or len(words) != 6:
-            raise CorruptTree(f"{self._path}/BASE does not match its checksum")
-        return Base(*map(int, words[2:]))
+        return read_base(self._system, self._path, self._keys)
 
     def _open_writer(self) -> None:
         system = self._system
@@ -1032,19 +1026,8 @@ class SegmentLog:
 
     def _identify(self) -> bool:
         """Read FORMAT; False where there is none."""
-        data = read_file(self._system, self._path + "/FORMAT")
-        if data is None:
-            return False
-        words = data.split()
-        if words[:2] != [b"sessiontree", b"log"] or len(words) < 3:
-            raise IncompatibleStore(f"{self._path}/FORMAT is not that of a log")
-        if words[2] != b"%d" % VERSION:
-            raise IncompatibleStore(f"{self._path} has format {words[2].decode(errors='replace')}; this reads {VERSION}")
-        body, _, crc = data.rstrip(b"\n").rpartition(b" ")
-        if len(words) != 5 or crc != b"%08x" % crc32(body) or not data.endswith(b"\n"):
-            raise CorruptTree(f"{self._path}/FORMAT does not match its checksum")
-        self._keys = Keys.of(words[3])
-        return True
+        self._keys = read_format(self._system, self._path)
+        return self._keys is not None
 
     def _format(self) -> None:
         body = b"sessiontree log %d %s" % (VERSION, uuid.uuid4().hex.encode())

@@ -102,6 +102,7 @@ class Contents:
         self.file = file
         self.path = path
         self.entries = entries = file.entries()
+        self._read = file.reader()
         kinds = entries["kind"]
         ranks = np.array([_ORDER.get(kind, -1) for kind in range(256)])[kinds]
         if len(kinds) and (ranks.min() < 0 or (np.diff(ranks) < 0).any() or kinds[0] == codec.NODE):
@@ -151,10 +152,9 @@ class Contents:
             place = self.parents[place]
 
     def node(self, place: int) -> codec.NodeRecord:
-        """The record of a node, read. Raises CorruptTree."""
-        record = self._record(place)
-        if not isinstance(record, codec.NodeRecord):
-            raise self.wrong(f"record {place} is no node")
+        """The record of a node that was checked."""
+        record = codec.decode_again(self._read(place))
+        assert isinstance(record, codec.NodeRecord)
         return record
 
     def check(self, number: int, place: int, stops: array[int]) -> codec.NodeRecord:
@@ -162,7 +162,9 @@ class Contents:
 
         ``stops``: tokens on the path of each place, to be asked in order; this one's is written there.
         """
-        record, parent = self.node(place), self.parents[place]
+        record, parent = self._record(place), self.parents[place]
+        if not isinstance(record, codec.NodeRecord):
+            raise self.wrong(f"record {place} is no node")
         codec.check_digest(record, self.id(parent))
         codec.check_positions(record, stops[parent], self.rules[number])
         stops[place] = stops[parent] + len(record.data) // TOKEN_BYTES
@@ -181,7 +183,7 @@ class Contents:
     # Looking at it
 
     def _record(self, place: int) -> codec.Record:
-        return codec.decode(self.file.read(self.entries[place]))
+        return codec.decode(self._read(place))
 
     def _session(self, start: int, stop: int) -> None:
         number, record = len(self.sessions), self._record(start)

@@ -603,7 +603,7 @@ class _Import:
     def _check_key(self, tree: SessionTree, place: int) -> None:
         """Whether a node's key is free, or its own, under its parent."""
         parent = self._id(self._contents.parents[place])
-        if not _holds(tree, parent) or _holds(tree, self._id(place)):
+        if _holds(tree, self._id(place)) or not _holds(tree, parent):
             return
         key = self._contents.node(place).key
         node = None if key is None else tree._index.find_child(tree.node(parent), self._id(place), key, tree._count)

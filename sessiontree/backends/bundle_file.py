@@ -315,7 +315,8 @@ class BundleFile:
         return self._entries[:0]
 
     def read(self, known: Any) -> bytes:
-        return self._read(*known.item()[-3:], self._pread)
+        offset, length, crc = known.item()[-3:]
+        return self._read(offset, length, crc, self._pread)
 
     def reader(self) -> Callable[[int], bytes]:
         """A function that gives the record of a place among the entries: one for each thread, best asked in their order."""

@@ -5,6 +5,7 @@ The records come in this order, those of codec and pieces of features, a kind of
     a session, then its nodes in commit order; the next session, and so on
     features of media, each content in pieces, where they were asked for
     what aliases name, where that is media of a session in the same namespace
+    pins
     heads
 
 Sessions are numbered from 0, nodes from 1 in each session, or from behind the path of a fork, whose session comes before it. A
@@ -34,7 +35,7 @@ from sessiontree.tokens import TOKEN_BYTES
 
 #: The kind of a piece of features: ``ordinal`` counts the pieces of one content, ``id`` is the digest that its file is named after.
 FEATURES: Final = 64
-_ORDER: Final = {codec.SESSION: 0, codec.NODE: 0, FEATURES: 1, codec.ALIAS: 2, codec.HEAD: 3}
+_ORDER: Final = {codec.SESSION: 0, codec.NODE: 0, FEATURES: 1, codec.ALIAS: 2, codec.PIN: 3, codec.HEAD: 4}
 
 
 def encode_piece(number: int, content: bytes, data: bytes) -> bytes:
@@ -93,15 +94,16 @@ class Contents:
     """What an open bundle holds. Raises CorruptTree where that is not what export writes, and what schemes raise.
 
     Places are numbers of entries; the place of a session is that of its root. ``sessions``: by number, their records, and beside
-    them ``rules``, their schemes, ``starts`` and ``stops``, their places, ``tips``, where the path of a fork ends, and ``heads``,
-    each a name, a place and a version. ``parents``: the place of each node's parent, across forks; -1 of a root. ``features``: the
-    places of each content's pieces.
+    them ``rules``, their schemes, ``starts`` and ``stops``, their places, ``tips``, where the path of a fork ends, ``pins``, places
+    of nodes, and ``heads``, each a name, a place and a version. ``parents``: the place of each node's parent, across forks; -1 of a
+    root. ``features``: the places of each content's pieces.
     """
 
     def __init__(self, file: BundleFile, path: str) -> None:
         self.file = file
         self.path = path
         self.entries = entries = file.entries()
+        self._read = file.reader()
         kinds = entries["kind"]
         ranks = np.array([_ORDER.get(kind, -1) for kind in range(256)])[kinds]
         if len(kinds) and (ranks.min() < 0 or (np.diff(ranks) < 0).any() or kinds[0] == codec.NODE):
@@ -124,6 +126,9 @@ class Contents:
         for place in np.flatnonzero(kinds == FEATURES).tolist():
             self._piece(place)
         self.aliases = [self._alias(place) for place in np.flatnonzero(kinds == codec.ALIAS).tolist()]
+        self.pins: list[list[int]] = [[] for _ in self.sessions]
+        for place in np.flatnonzero(kinds == codec.PIN).tolist():
+            self._pin(place)
         self.heads: list[list[tuple[str, int, int]]] = [[] for _ in self.sessions]
         for place in np.flatnonzero(kinds == codec.HEAD).tolist():
             self._head(place)
@@ -151,10 +156,9 @@ class Contents:
             place = self.parents[place]
 
     def node(self, place: int) -> codec.NodeRecord:
-        """The record of a node, read. Raises CorruptTree."""
-        record = self._record(place)
-        if not isinstance(record, codec.NodeRecord):
-            raise self.wrong(f"record {place} is no node")
+        """The record of a node that was checked."""
+        record = codec.decode_again(self._read(place))
+        assert isinstance(record, codec.NodeRecord)
         return record
 
     def check(self, number: int, place: int, stops: array[int]) -> codec.NodeRecord:
@@ -162,7 +166,9 @@ class Contents:
 
         ``stops``: tokens on the path of each place, to be asked in order; this one's is written there.
         """
-        record, parent = self.node(place), self.parents[place]
+        record, parent = self._record(place), self.parents[place]
+        if not isinstance(record, codec.NodeRecord):
+            raise self.wrong(f"record {place} is no node")
         codec.check_digest(record, self.id(parent))
         codec.check_positions(record, stops[parent], self.rules[number])
         stops[place] = stops[parent] + len(record.data) // TOKEN_BYTES
@@ -181,7 +187,7 @@ class Contents:
     # Looking at it
 
     def _record(self, place: int) -> codec.Record:
-        return codec.decode(self.file.read(self.entries[place]))
+        return codec.decode(self._read(place))
 
     def _session(self, start: int, stop: int) -> None:
         number, record = len(self.sessions), self._record(start)
@@ -268,6 +274,15 @@ class Contents:
         if not isinstance(record, codec.AliasRecord) or record.identity is None:
             raise self.wrong("an alias names nothing")
         return record
+
+    def _pin(self, place: int) -> None:
+        record = self._record(place)
+        if not isinstance(record, codec.PinRecord) or not record.pinned or not record.session < len(self.sessions):
+            raise self.wrong("a pin is nowhere")
+        pinned = self._place(record.session, record.ordinal)
+        if record.id != self.id(pinned):
+            raise self.wrong(f"a pin of node {record.id[:4].hex()} stands at {self.id(pinned)[:4].hex()}")
+        self.pins[record.session].append(pinned)
 
     def _head(self, place: int) -> None:
         record = self._record(place)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from typing import Any, Final, Literal, NamedTuple
@@ -77,7 +77,8 @@ class ExportReport:
     media: int
     aliases: int
     bytes: int
-    skipped: int = 0
+    skipped: int
+    pins: int
 
     def to_dict(self) -> dict[str, Any]:
         """The same in plain types."""
@@ -99,8 +100,8 @@ class ImportReport:
     """What an import did. ``created``, ``merged``: sessions that were not there, and that were.
 
     ``nodes_added``: that were not there; ``nodes_known``: that were. ``heads_set``: made or moved. ``media``: contents whose
-    features came; ``aliases``: that came, or were there. ``ids``: where another namespace was asked for, the new id of each node
-    and root, by the old one; else empty.
+    features came; ``aliases``, ``pins``: that came, or were there. ``ids``: where another namespace was asked for, the new id of
+    each node and root, by the old one; else empty.
     """
 
     path: str
@@ -113,6 +114,7 @@ class ImportReport:
     media: int
     aliases: int
     ids: Mapping[bytes, bytes]
+    pins: int
 
     def to_dict(self) -> dict[str, Any]:
         """The same in plain types, ids in hexadecimal."""
@@ -133,7 +135,8 @@ class _Snapshot(NamedTuple):
 
     session_id: str
     tree: SessionTree
-    tip: tuple[int, int] | None
+    pins: Collection[bytes]
+    tip: tuple[int, int] | None = None
 
 
 def export_bundle(
@@ -192,18 +195,18 @@ def _snapshots(store: SessionStore, sessions: Iterable[str] | None, subtree: Nod
     wanted = frozenset(known if sessions is None else sessions)
     for name in wanted.difference(known):
         raise UnknownSession(f"no session {name!r} in {store!r}", session_id=name)
-    found: list[tuple[str, SessionTree]] = []
+    found: list[_Snapshot] = []
     for name in known:
-        tree = store._tree_of(name) if name in wanted else None
-        if tree is not None:
-            found.append((name, tree))
+        view = store._view_of(name) if name in wanted else None
+        if view is not None:
+            found.append(_Snapshot(name, *view))
         elif name in wanted and sessions is not None:
             raise UnknownSession(f"session {name!r} was closed", session_id=name)
     if subtree is None:
         return _with_tips(store, found)
     if not isinstance(subtree, Node):
         raise TypeError(f"a subtree is that of a Node, not of {type(subtree).__name__}")
-    holding = [_Snapshot(name, tree, None) for name, tree in found if subtree in tree]
+    holding = [each for each in found if subtree in each.tree]
     if len(holding) > 1:
         some = ", ".join(repr(each.session_id) for each in holding[:8])
         raise Unsupported(f"{subtree!r} is in {len(holding)} sessions: {some}; name one", node=subtree)
@@ -212,12 +215,12 @@ def _snapshots(store: SessionStore, sessions: Iterable[str] | None, subtree: Nod
     return holding
 
 
-def _with_tips(store: SessionStore, found: Sequence[tuple[str, SessionTree]]) -> list[_Snapshot]:
+def _with_tips(store: SessionStore, found: Sequence[_Snapshot]) -> list[_Snapshot]:
     """Snapshots, forks of others among them known to be such."""
     journal = store._journal
     numbers: dict[Any, int] = {}  # by what a fork knows of where it came from
     snapshots: list[_Snapshot] = []
-    for number, (name, tree) in enumerate(found):
+    for number, (name, tree, pins, _) in enumerate(found):
         layers = [index for index, _ in tree._index.layers_upward(tree._count)]
         tip: tuple[int, int] | None = None
         if journal is not None:
@@ -229,7 +232,7 @@ def _with_tips(store: SessionStore, found: Sequence[tuple[str, SessionTree]]) ->
         else:
             numbers |= {id(index): number for index in layers}
             tip = _tip_in_memory(layers[0], numbers, snapshots)
-        snapshots.append(_Snapshot(name, tree, tip))
+        snapshots.append(_Snapshot(name, tree, pins, tip))
     return snapshots
 
 
@@ -261,6 +264,7 @@ class _Export:
         self._total = sum(len(each.tree) for each in snapshots)
         self._ordinals: list[Any] = []  # of each session, the new ordinals of its nodes by the old ones; -1: none
         self._next = 0
+        self._pins: list[bytes] = []
         self._heads: list[bytes] = []
         self._aliases = self._named_media()
         self._items: dict[bytes, MediaItem] = {}  # one of each content
@@ -283,13 +287,13 @@ class _Export:
         aliases = [(*key, identity) for key, identity in self._aliases.items() if (key[0], identity) in self._named]
         for scope, alias, identity in sorted(aliases, key=pack):
             self._writer.add(codec.encode(codec.AliasRecord(scope, alias, identity)))
-        for head in self._heads:
-            self._writer.add(head)
+        for record in (*self._pins, *self._heads):
+            self._writer.add(record)
         size = self._writer.finish()
         if self._progress is not None:
             self._progress(self._done, self._done)
         names = tuple(each.session_id for each in self._snapshots)
-        return ExportReport(path, names, self._done, len(self._heads), media, len(aliases), size, self._skipped)
+        return ExportReport(path, names, self._done, len(self._heads), media, len(aliases), size, self._skipped, len(self._pins))
 
     def _begin(self, number: int, snapshot: _Snapshot, tip: tuple[int, int] | None) -> None:
         root = snapshot.tree.root
@@ -331,6 +335,7 @@ class _Export:
             at = head.ordinal if isinstance(head, StoredHead) else tree._index.find_ordinal(head.node, tree._count)
             heads.append((name, -1 if at is None else int(ordinals[at]), head.version))
         self._keep_heads(number, heads)
+        self._keep_pins(number, snapshot, lambda node: int(ordinals[tree._index.find_ordinal(node, tree._count)]))
 
     def _subtree(self, snapshot: _Snapshot, top: Node) -> None:
         tree = snapshot.tree
@@ -351,6 +356,14 @@ class _Export:
             with suppress(*((CorruptTree,) if self._store.damaged else ())):
                 heads.append((name, ordinals[head.node.id] if head.node.id in inside else -1, head.version))
         self._keep_heads(0, heads)
+        self._keep_pins(0, snapshot, lambda node: ordinals[node.id] if node.id in inside else -1)
+
+    def _keep_pins(self, number: int, snapshot: _Snapshot, ordinal_of: Callable[[Node], int]) -> None:
+        pinned = []
+        for pin in snapshot.pins:
+            with suppress(UnknownNode, *((CorruptTree,) if self._store.damaged else ())):  # one that came after the tree was taken
+                pinned.append((ordinal_of(snapshot.tree.node(pin)), pin))
+        self._pins += [codec.encode(codec.PinRecord(number, at, pin, True)) for at, pin in sorted(pinned) if at >= 0]
 
     def _keep_heads(self, number: int, heads: list[tuple[str, int, int]]) -> None:
         for name, ordinal, version in sorted(heads, key=lambda head: (head[2], head[0])):
@@ -507,6 +520,9 @@ class _Import:
             store._features.take(item, contents.arrays(content) or {})
         for alias, identity, scope in aliases:
             store.alias_media(alias, identity, scope)
+        for number, pins in enumerate(contents.pins):
+            if pins:
+                self._pin(number, pins)
         for number, heads in enumerate(contents.heads):
             if heads:
                 self._set_heads(contents.sessions[number].session_id, heads)
@@ -525,6 +541,7 @@ class _Import:
             len(self._items),
             len(aliases),
             self._renamed,
+            sum(map(len, contents.pins)),
         )
 
     def _scope(self, namespace: Namespace) -> Namespace:
@@ -543,7 +560,8 @@ class _Import:
             self._progress(min(self._steps, 2 * self._contents.nodes), 2 * self._contents.nodes)
 
     def _tree(self, number: int) -> SessionTree | None:
-        return self._store._tree_of(self._contents.sessions[number].session_id)
+        view = self._store._view_of(self._contents.sessions[number].session_id)
+        return None if view is None else view[0]
 
     def _places(self, number: int, tree: SessionTree) -> Iterator[int]:
         """Where the nodes of a session stand, those of a fork's path before them, as far as the tree has them not."""
@@ -603,7 +621,7 @@ class _Import:
     def _check_key(self, tree: SessionTree, place: int) -> None:
         """Whether a node's key is free, or its own, under its parent."""
         parent = self._id(self._contents.parents[place])
-        if not _holds(tree, parent) or _holds(tree, self._id(place)):
+        if _holds(tree, self._id(place)) or not _holds(tree, parent):
             return
         key = self._contents.node(place).key
         node = None if key is None else tree._index.find_child(tree.node(parent), self._id(place), key, tree._count)
@@ -677,11 +695,22 @@ class _Import:
         what = (record.data, record.media, record.origin, record.role, record.key, record.runs, record.state, record.replayed)
         return self._id(self._contents.parents[place]), Turn(self._id(place), *what), details
 
+    def _view(self, session_id: str) -> tuple[SessionTree, Collection[bytes]]:
+        view = self._store._view_of(session_id)
+        if view is None:
+            raise UnknownSession(f"session {session_id!r} was closed", session_id=session_id)
+        return view
+
+    def _pin(self, number: int, places: Sequence[int]) -> None:
+        session_id = self._contents.sessions[number].session_id
+        _, pins = self._view(session_id)
+        for node_id in map(self._id, places):
+            if node_id not in pins:
+                self._store.get(session_id).pin(node_id)
+
     def _set_heads(self, session_id: str, heads: Sequence[tuple[str, int, int]]) -> None:
         wanted = [(name, self._id(place), version) for name, place, version in heads]
-        tree = self._store._tree_of(session_id)
-        if tree is None:
-            raise UnknownSession(f"session {session_id!r} was closed", session_id=session_id)
+        tree, _ = self._view(session_id)
         after, (count, kept) = _moved(tree, wanted)
         if after is not tree:
             count, kept = self._store.get(session_id)._swap(lambda tree: _moved(tree, wanted))

@@ -431,6 +431,11 @@ def contents_of(data: bytes) -> list[tuple[Any, ...]]:
     return [_item(item).content() for item in items]
 
 
+def decode_again(data: bytes) -> Record:
+    """The record of bytes that :func:`decode` has taken before."""
+    return _READERS[data[1]](entry_of(data), _unpacked(data[_READ.size :]))
+
+
 def _named(entry: Entry) -> str:
     what = ("session", "node", "head", "opening of session", "alias", "pin in session", "drop in session")[entry.kind - 1]
     if entry.kind == NODE:

@@ -937,16 +937,19 @@ class SessionStore:
                 self._sessions[session_id] = session
         return session
 
-    def _tree_of(self, session_id: str) -> SessionTree | None:
-        """A session's tree as it is now, without opening the session; None where there is none."""
+    def _view_of(self, session_id: str) -> tuple[SessionTree, Mapping[bytes, int]] | None:
+        """A session's tree and pins as they are now, without opening the session; None where there is none."""
         with self._lock:
             self._check_open()
             found = self._sessions.get(session_id)
         journal = self._journal
         if journal is None or (found is not None and not journal.follows):
-            return None if found is None else found.tree
+            return None if found is None else (found.tree, found._pins)
         number = journal.number_of(session_id)
-        return None if number is None else journal.tree(number)[0]._read_only()
+        if number is None:
+            return None
+        tree, pins = journal.tree(number)
+        return tree._read_only(), pins
 
     def get(self, session_id: str, *, scheme: PositionScheme | str | None = None, model_fingerprint: str | None = None) -> Session:
         """The session of this id: the open one, or from the disk.

@@ -108,6 +108,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_log, "_FRAME_BYTES", 1)
 
 
+def on_disk(disk: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bundles are written to, and read from, this disk."""
+    monkeypatch.setattr(bundles, "_SYSTEM", disk)
+
+
 class Hasty(System):
     """What is written is as good as on disk."""
 
@@ -359,7 +364,7 @@ def test_reports_are_plain_and_progress_is_told(tmp_path: Path) -> None:
     report = export_bundle(store, tmp_path / "bundle", progress=lambda *step: told.append(step))
     assert told == sorted(told) and told[-1] == (2500, 2500) and len(told) > 2
     assert json.loads(json.dumps(report.to_dict())) == {
-        **dict.fromkeys(("media", "aliases", "skipped"), 0),
+        **dict.fromkeys(("media", "aliases", "skipped", "pins"), 0),
         **{"path": str(tmp_path / "bundle"), "sessions": ["s"], "nodes": 2500, "heads": 1, "bytes": report.bytes},
     }
     told.clear()
@@ -787,6 +792,75 @@ def test_a_fork_that_is_there_and_is_none(tmp_path: Path) -> None:
         target.close()
 
 
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_d26_pins_come_along_and_hold(tmp_path: Path, where: str) -> None:
+    """What was kept for a pin's sake is kept where it is taken to."""
+    store = SessionStore.in_memory() if where == "memory" else SessionStore.open(tmp_path / "store")
+    session = text_session(store)
+    one = session.append(session.root, [1])
+    two, other = session.append(one, [2]), session.append(one, [3])
+    fork = store.fork(session, two, "fork")
+    last = fork.append(two, [4])
+    for node in (two, session.root):
+        session.pin(node)
+    for node in (one, last):
+        fork.pin(node)
+    fork.unpin(one)
+    report = export_bundle(store, tmp_path / "bundle")
+    assert report.pins == 3
+    for target in (SessionStore.in_memory(), SessionStore.open(tmp_path / "target")):
+        assert import_bundle(target, tmp_path / "bundle").pins == 3
+        assert target.get("s").pins == {two.id, session.root.id} and target.get("fork").pins == {last.id}
+        export_bundle(target, tmp_path / "again")
+        assert (tmp_path / "again").read_bytes() == (tmp_path / "bundle").read_bytes()
+        target.gc(recent=0)
+        assert [node.id for node in target.get("s").tree] == [session.root.id, one.id, two.id]
+        assert [node.id for node in target.get("fork").tree] == [session.root.id, one.id, two.id, last.id]
+        target.close()
+    with SessionStore.open(tmp_path / "target") as target:
+        import_bundle(target, tmp_path / "bundle")  # which brings back what nothing held
+        assert other.id in target.get("s").tree
+    with open_bundle(tmp_path / "bundle") as bundle:
+        assert bundle.get("s").pins == session.pins
+    moved = SessionStore.in_memory()
+    ids = import_bundle(moved, tmp_path / "bundle", namespace="other").ids
+    assert moved.get("fork").pins == {ids[last.id]}
+    assert export_bundle(store, tmp_path / "bundle", ["s"], subtree=two).pins == 1
+    assert taken(tmp_path / "bundle").get("s").pins == {two.id}
+    store.close()
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_what_was_dropped_is_not_exported_and_comes_back_by_an_import(tmp_path: Path, where: str) -> None:
+    store = SessionStore.in_memory() if where == "memory" else SessionStore.open(tmp_path / "store")
+    everything(store)
+    export_bundle(store, tmp_path / "before", ["all"])
+    session = store.get("all")
+    doomed = session.children(session.root)[0]
+    whole = {node.id: digest(node) for node in session.tree}
+    for name in session.heads:
+        session.drop_head(name)
+    session.drop(session.children(doomed)[-1])
+    left = {node.id: digest(node) for node in session.tree}
+    assert len(left) < len(whole)
+    for gone in (False, True):
+        if gone:
+            store.gc()
+        export_bundle(store, tmp_path / "after", ["all"])
+        for target in (SessionStore.in_memory(), SessionStore.open(tmp_path / f"target {gone}")):
+            import_bundle(target, tmp_path / "after")
+            assert {node.id: digest(node) for node in target.get("all").tree} == left
+            target.close()
+        if where == "disk":
+            store.close()
+            store = SessionStore.open(tmp_path / "store")
+    report = import_bundle(store, tmp_path / "before")
+    assert report.nodes_added == len(whole) - len(left)
+    assert {node.id: digest(node) for node in store.get("all").tree} == whole
+    assert import_bundle(store, tmp_path / "before").nodes_added == 0
+    store.close()
+
+
 def test_heads_go_forward_and_never_back(tmp_path: Path) -> None:
     store = SessionStore.in_memory()
     session = text_session(store)
@@ -1072,10 +1146,14 @@ def test_zstd_is_asked_for_by_name_where_it_is_not_installed(tmp_path: Path, mon
 
 
 def packed(path: Path, stream: bytes, says: int) -> Path:
+    path.write_bytes(a_stream(stream, says))
+    return path
+
+
+def a_stream(stream: bytes, says: int) -> bytes:
     """A compressed bundle of any stream, with a line that is right but for what it says of the stream."""
     body = b"sessiontree bundle 1 %s zstd %020d %020d %08x" % (uuid.UUID(int=0).hex.encode(), says, len(stream), crc32(stream))
-    path.write_bytes(body + b" %08x\n" % crc32(body) + stream)
-    return path
+    return body + b" %08x\n" % crc32(body) + stream
 
 
 def test_d42_streams_that_are_hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1128,33 +1206,61 @@ def little_bundle(path: Path, compress: Any) -> SessionStore:
     store = some_store()
     store.put_features(an_image(), np.arange(3, dtype=np.uint8))
     store.alias_media("cat", an_image())
+    store.get("text").pin(store.get("text").root)
     export_bundle(store, path, features=True, compress=compress)
     return store
 
 
-def refuses(path: Path, data: bytes) -> bool:
+@pytest.fixture(scope="module")
+def little(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, tuple[bytes, dict[str, Any]]]:
+    """A bundle of a few frames, plain and compressed, and what is in it."""
+    path = tmp_path_factory.mktemp("little") / "bundle"
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundle_file, "_FRAME_BYTES", 500)
+        for compress in COMPRESS:
+            expected = all_seen(little_bundle(path, compress))
+            found[compress] = path.read_bytes(), expected
+    return found
+
+
+@pytest.fixture
+def file(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], str]:
+    """What takes the bytes of a file, which is in memory, and gives its name."""
+    disk = Disk({"/bundle": 1}, {1: bytearray()})
+    on_disk(disk, monkeypatch)
+
+    def put(data: bytes) -> str:
+        disk.files[1] = bytearray(data)
+        return "/bundle"
+
+    return put
+
+
+def refuses(path: str) -> bool:
     """Whether a file is refused with a typed error, and nothing changed."""
-    path.write_bytes(data)
     target = SessionStore.in_memory()
     try:
         import_bundle(target, path)
     except SessionTreeError as error:
-        assert str(path) in str(error) and type(error) in (CorruptTree, IncompatibleStore, LimitExceeded)
+        assert path in str(error) and type(error) in (CorruptTree, IncompatibleStore, LimitExceeded)
         assert not target.sessions() and not target.usage().feature_bytes and not target._aliases
         return True
     return False
 
 
 @compressed
-def test_a_bundle_that_was_cut_anywhere_changes_nothing(tmp_path: Path, compress: Any) -> None:
-    little_bundle(tmp_path / "bundle", compress)
-    whole = (tmp_path / "bundle").read_bytes()
+def test_a_bundle_that_was_cut_anywhere_changes_nothing(
+    compress: Any, little: dict[Any, Any], file: Callable[[bytes], str]
+) -> None:
+    whole = little[compress][0]
     for stop in range(len(whole)):
-        assert refuses(tmp_path / "cut", whole[:stop]), stop
+        assert refuses(file(whole[:stop])), stop
     for more in (b"\0", b"\n", whole, bytes(50)):
-        assert refuses(tmp_path / "longer", whole + more)
+        assert refuses(file(whole + more))
+    assert not refuses(file(whole))
     with pytest.raises(CorruptTree, match="was cut, or never finished"):
-        open_bundle(_written(tmp_path / "cut", whole[:-1]))
+        open_bundle(file(whole[:-1]))
 
 
 def _written(path: Path, data: bytes) -> Path:
@@ -1163,14 +1269,15 @@ def _written(path: Path, data: bytes) -> Path:
 
 
 @compressed
-def test_a_byte_that_was_changed_anywhere_changes_nothing(tmp_path: Path, compress: Any) -> None:
-    little_bundle(tmp_path / "bundle", compress)
-    whole = (tmp_path / "bundle").read_bytes()
+def test_a_byte_that_was_changed_anywhere_changes_nothing(
+    compress: Any, little: dict[Any, Any], file: Callable[[bytes], str]
+) -> None:
+    whole = little[compress][0]
     for at in range(len(whole)):
         for flip in range(8) if SOAK else (at % 8,):
             data = bytearray(whole)
             data[at] ^= 1 << flip
-            assert refuses(tmp_path / "flipped", bytes(data)), (at, flip)
+            assert refuses(file(bytes(data))), (at, flip)
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
@@ -1307,6 +1414,12 @@ def contradictions() -> Iterator[tuple[str, list[bytes | codec.Record]]]:
     yield "a node of another scheme", [start(0), node(0, 1, 0, pictured)]
     yield "a limit that it breaks", [start(0, limits=sessiontree.index.Limits(1, 0)), *good[1:]]
     yield "a head nowhere", [*good, codec.HeadRecord(0, "main", 3, 1)]
+    yield "a pin nowhere", [*good, codec.PinRecord(0, 3, two.id, True)]
+    yield "a pin of another node", [*good, codec.PinRecord(0, 1, two.id, True)]
+    yield "a pin of no session", [*good, codec.PinRecord(1, 1, one.id, True)]
+    yield "a pin that is none", [*good, codec.PinRecord(0, 1, one.id, False)]
+    yield "a pin behind a head", [*good, codec.HeadRecord(0, "main", 1, 1), codec.PinRecord(0, 1, one.id, True)]
+    yield "what was dropped", [*good, codec.DropRecord(0, (2,))]
     yield "a head of no session", [*good, codec.HeadRecord(1, "main", 0, 1)]
     yield "a head that was dropped", [*good, codec.HeadRecord(0, "main", None, 1)]
     yield "a head before the nodes", [start(0), codec.HeadRecord(0, "main", 0, 1), *good[1:]]
@@ -1392,27 +1505,24 @@ def _mutated(rng: random.Random, whole: bytes, starts: Sequence[int], keys: fram
     return bytes(data)
 
 
-def test_c85_mutated_bundles_are_typed_errors_or_what_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bundles as frames were: 20,000 in a test, a million in soak; half of them compressed afterwards."""
-    monkeypatch.setattr(bundle_file, "_FRAME_BYTES", 500)
-    expected = all_seen(little_bundle(tmp_path / "bundle", None))
-    whole = (tmp_path / "bundle").read_bytes()
+def test_c85_mutated_bundles_are_typed_errors_or_what_was_stored(little: dict[Any, Any], file: Callable[[bytes], str]) -> None:
+    """Bundles as frames were: 20,000 in a test, a million in soak; one of twenty compressed afterwards."""
+    whole, expected = little[None]
     line, rest = whole.split(b"\n", 1)
     keys = frames.Keys.of(line.split()[3])
     starts = [at for at in range(len(whole)) if whole.startswith(frames.FRAME_MAGIC, at)]
     assert len(starts) > 4
     rng = random.Random(5)
-    path, modules, refused = tmp_path / "mutated", set(sys.modules), 0
+    modules, refused = set(sys.modules), 0
     count = 1_000_000 if SOAK else 20_000
     for number in range(count):
         data = _mutated(rng, whole, starts, keys)
         if number % 20 == 0:  # to expand them costs more
-            data = packed(path, zstandard.compress(data.split(b"\n", 1)[-1]), len(rest)).read_bytes()
-        path.write_bytes(data)
+            data = a_stream(zstandard.compress(data.split(b"\n", 1)[-1]), len(rest))
         try:
-            bundle = open_bundle(path)
+            bundle = open_bundle(file(data))
         except (CorruptTree, IncompatibleStore, LimitExceeded) as error:
-            assert str(path) in str(error) or "version" in str(error)
+            assert "/bundle" in str(error) or "version" in str(error)
             refused += 1
             continue
         assert all_seen(bundle) == expected
@@ -1550,11 +1660,6 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path, small: None) -> None:
             assert all_seen(store) == all_seen(source)
         with open_on(disk) as store:
             assert all_seen(store) == all_seen(source)
-
-
-def on_disk(disk: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bundles are written to, and read from, this disk."""
-    monkeypatch.setattr(bundles, "_SYSTEM", disk)
 
 
 def test_an_export_that_a_crash_breaks_off_leaves_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import os
 import re
 import tempfile
 import uuid
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
@@ -314,11 +315,24 @@ class BundleFile:
         return self._entries[:0]
 
     def read(self, known: Any) -> bytes:
-        _, offset, length, crc = known.item()[-4:]
+        offset, length, crc = known.item()[-3:]
+        return self._read(offset, length, crc, self._pread)
+
+    def reader(self) -> Callable[[int], bytes]:
+        """A function that gives the record of a place among the entries: one for each thread, best asked in their order."""
+        window = Window(self._system, self._fd)
+        places = [array("Q", self._entries[name].astype("<u8").tobytes()) for name in ("offset", "length", "crc")]
+        offsets, lengths, crcs = places
+        return lambda place: self._read(offsets[place], lengths[place], crcs[place], window.get)
+
+    def _pread(self, offset: int, length: int) -> bytes:
+        return self._system.pread(self._fd, length, offset)
+
+    def _read(self, offset: int, length: int, crc: int, get: Callable[[int, int], bytes]) -> bytes:
         if self._fd < 0:
             raise StoreClosed(f"the bundle {self._path} was closed")
         try:
-            record = self._system.pread(self._fd, length, offset)
+            record = get(offset, length)
         except OSError as error:
             raise StoreFailed(f"the bundle {self._path} cannot be read: {error.strerror}", errno=error.errno) from error
         if len(record) != length or checksum(record, self._keys.seed ^ length) != crc:

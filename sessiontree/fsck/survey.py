@@ -618,8 +618,11 @@ class Survey:
                 if known[0] == number:
                     continue
                 self.aside[number] = True
-                self.repeated += known[1] == record
-                if known[1] != record:
+                # A fork that was copied names the node that it begins with as the session has it that made it.
+                tips = record.tip is not None and known[1].tip is not None
+                same = known[1] == (record._replace(tip=known[1].tip) if tips else record)
+                self.repeated += same
+                if not same:
                     what = f"{record.session_id!r} has the number of another session"
                     self.wrong_ordinals.append(Problem(number, record.session, what))
         return found

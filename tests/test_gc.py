@@ -59,7 +59,7 @@ from tests.disk_model import (
     seen,
 )
 from tests.test_robustness import coming_in, forked
-from tests.test_segment_log import Interrupt
+from tests.test_segment_log import Interrupt, names_of
 from tests.test_store_disk import an_image, answer, append, blob_files, everything, in_process, pixels, say, text_session
 from tests.toy import VE, VS, a_turn, in_threads, toy_scheme, turn
 
@@ -1084,3 +1084,453 @@ with SessionStore.open(sys.argv[1], read_only=True) as store:
         counts.append(len(session.tree))
     print(json.dumps([found, counts[0] == 601 and counts[-1] <= 302]))
 """
+
+
+# --- crashes -----------------------------------------------------------------------------------------------------------------
+View = dict[str, Any]
+
+
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No background thread does anything by itself, so that what is done is the same each time."""
+    monkeypatch.setattr(segment_log, "_POLL", (1000.0, 1000.0))
+
+
+def view(store: SessionStore) -> View:
+    """All that anybody can see of a store."""
+    found: View = {"ids": store.sessions(), "aliases": {}}
+    for name in store.sessions():
+        session = store.get(name)
+        tree = session.tree
+        ids, heads = outline(tree)
+        found[name] = {
+            "nodes": ids,
+            "digests": [digest(node) for node in tree],
+            "paths": [[node.id for node in leaf.path()] for leaf in tree.leaves()],
+            "children": [[child.id for child in tree.children(node)] for node in tree],
+            "heads": heads,
+            "pins": session.pins,
+            "moves": tree._moves,
+            "limits": (session.max_tokens, session.namespace, session.scheme.name),
+        }
+    for alias in ("cat", "dog"):
+        with suppress(SessionTreeError):
+            found["aliases"][alias] = store.aliased_media(alias)
+    return found
+
+
+DEAD = range(100, 112)
+
+
+def grown(disk: Disk, durability: Durability, segment_bytes: int = 1800) -> SessionStore:
+    """A store over some segments with something of everything; what says DEAD numbers is dropped."""
+    store = open_on(disk, durability=durability, segment_bytes=segment_bytes)
+    session = text_session(store)
+    one = session.append(session.root, words(1), metadata={"n": 1})
+    two = session.append(one, words(2))
+    gone = session.append(two, words(100))
+    store.fork(session, gone, "shares what is dropped").append(gone, words(3))
+    session.append(gone, words(101))
+    session.set_head("main", two)
+    session.set_head("short-lived", gone)
+    store.alias_media("cat", bytes(32))
+    store.alias_media("dog", bytes(32))
+    lost = text_session(store, "lost")
+    lost.set_head("main", lost.append(lost.root, words(102)))
+    store.close()
+    store = open_on(disk, durability=durability, segment_bytes=segment_bytes)
+    session = store.get("s")
+    three = session.append(two.id, words(4), key="k")
+    session.pin(three)
+    session.append(session.append(one.id, words(103)), words(104))
+    side = session.append(one.id, words(5))
+    fork = store.fork(session, side, "fork")
+    fork.set_head("tip", fork.append(side, words(6)))
+    between = store.fork(fork, fork.head("tip").node, "between")
+    store.fork(between, side, "early").append(side, words(7))
+    between.append(fork.head("tip").node, words(105))
+    store.drop_alias("dog")
+    session.drop_head("short-lived")
+    session.drop(gone.id, *[node for node in session.children(one.id) if node.token_ids.tolist() == words(103)])
+    store.drop("lost")
+    store.drop("between")
+    lost = text_session(store, "lost")
+    lost.append(lost.root, words(8))
+    store.flush()
+    return store
+
+
+def check_left(state: Disk, expected: View, acked: Sequence[bytes], durability: Durability) -> None:
+    """What a crash left is opened: all is as before, a second gc works, and nothing dead is left."""
+    with open_on(state, read_only=True) as reader:
+        assert shown_of(view(reader), acked) == expected
+    with open_on(state, durability=durability, segment_bytes=1800) as store:
+        assert not store.damaged
+        assert shown_of(view(store), acked) == expected
+        report = store.gc()
+        assert report.swept
+        assert shown_of(view(store), acked) == expected
+        session = store.get("s")
+        assert session.set_head("new", session.root).version == expected["s"]["moves"] + 1
+        session.drop_head("new")
+    data = on_disk(state)
+    assert not [number for number in DEAD if bytes_of(number) in data and number != 100]
+    assert [name.rpartition(".")[2] for name in files_of(state)].count("lease") == 1
+    with open_on(state, durability=durability, segment_bytes=1800) as store:
+        found = shown_of(view(store), acked)
+        assert found["s"].pop("moves") == expected["s"]["moves"] + 2
+        assert found == {**expected, "s": {part: value for part, value in expected["s"].items() if part != "moves"}}
+
+
+def shown_of(found: View, acked: Sequence[bytes]) -> View:
+    """Without the session that was written to meanwhile, which has all that was acknowledged."""
+    busy = found.pop("busy", None)
+    if busy is not None:
+        assert set(busy["nodes"]) >= set(acked)
+        found["ids"] = tuple(name for name in found["ids"] if name != "busy")
+    return found
+
+
+def traced(durability: Durability, *, busy: bool) -> tuple[Disk, View, int]:
+    """A gc on a disk that records it, where it began, and what was to be seen before. ``busy``: others write meanwhile."""
+    disk = Disk()
+    store = grown(disk, durability)
+    expected = view(store)
+    session = text_session(store, "busy") if busy else None
+    store.flush()
+    begun = len(disk.trace)
+
+    def write(*_: int) -> None:
+        if session is not None:
+            for _ in range(2):
+                node = session.append(session.leaves()[0], words(1000 + len(session.tree)))
+                session.set_head("main", node)
+                store.flush()
+                disk.mark(node.id)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compaction, "_BATCH_BYTES", 300)  # so that there is something in between
+        report = store.gc(progress=write)
+    assert report.swept and report.nodes_after < report.nodes_before
+    write()
+    found = view(store)
+    assert shown_of(found, [event[1] for event in disk.trace[begun:] if event[0] == "mark"]) == expected
+    let_go(store)
+    return disk, expected, begun
+
+
+CRASHES = {"states": 0}
+
+
+@pytest.mark.usefixtures("still")
+@durabilities
+@pytest.mark.parametrize("busy", [False, True])
+def test_d26_a_crash_after_every_event_of_gc(durability: Durability, busy: bool) -> None:
+    rng = random.Random(26)
+    disk, expected, begun = traced(durability, busy=busy)
+    for events in range(begun, len(disk.trace) + 1, 1 if SOAK or (durability == "group" and not busy) else 5):
+        acked = [event[1] for event in disk.trace[begun:events] if event[0] == "mark"]
+        for _ in range(40 if SOAK else 1):
+            check_left(disk.crash(rng, events), expected, acked, durability)
+            CRASHES["states"] += 1
+
+
+@pytest.mark.usefixtures("still")
+def test_d26_a_crash_in_the_gc_after_a_crash_in_gc() -> None:
+    rng = random.Random(27)
+    for _ in range(300 if SOAK else 8):
+        durability = rng.choice(DURABILITIES)
+        disk, expected, begun = traced(durability, busy=False)
+        for _ in range(3):
+            disk = disk.crash(rng, rng.randint(begun, len(disk.trace)))
+            store = open_on(disk, durability=durability, segment_bytes=1800)
+            begun = len(disk.trace)
+            store.gc()
+            assert view(store) == expected
+            let_go(store)
+        check_left(disk.crash(rng, rng.randint(begun, len(disk.trace))), expected, (), durability)
+        CRASHES["states"] += 4
+
+
+# --- a disk that refuses -----------------------------------------------------------------------------------------------------
+class Refusing(Disk):
+    """Reading fails on request too."""
+
+    reads = False
+
+    def _asked(self, name: str) -> None:
+        if self.reads:
+            calls = list(self.calls)
+            self._call(name)
+            self.calls = calls
+
+    def pread(self, fd: int, length: int, offset: int) -> bytes:
+        self._asked("pread")
+        return super().pread(fd, length, offset)
+
+    def listdir(self, path: str) -> list[str]:
+        self._asked("listdir")
+        return super().listdir(path)
+
+    def open(self, path: str, flags: int) -> int:
+        self._asked("open to read")
+        return super().open(path, flags)
+
+
+CALLS = (
+    "open",
+    "open to read",
+    "pwrite",
+    "fdatasync",
+    "fsync_dir",
+    "fallocate",
+    "ftruncate",
+    "rename",
+    "unlink",
+    "pread",
+    "listdir",
+)
+
+
+@pytest.mark.usefixtures("still")
+@durabilities
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_of_gc_may_fail(durability: Durability, error: int, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so, or it need not: all can be seen as before, the store goes on or has stopped, and the next one is fine."""
+    monkeypatch.setattr(compaction, "_BATCH_BYTES", 300)
+    rng = random.Random(5)
+    refused = 0
+    for n in itertools.count(1, 1 if SOAK or call not in ("pread", "open to read") else 4):
+        disk = Refusing()
+        store = grown(disk, durability)
+        expected = view(store)
+        store.flush()
+        disk.reads = True
+        fail(disk, n, call, error, part=rng.random())
+        try:
+            store.gc()
+        except (StoreFailed, CorruptTree) as caught:
+            assert isinstance(caught.__cause__, OSError) or isinstance((caught.__cause__ or caught).__cause__, OSError)
+            assert call in ("pread", "open to read") or not isinstance(caught, CorruptTree)
+            refused += 1
+        missed = disk._hit < n
+        disk.fault = None
+        disk.reads = False
+        assert view(store) == expected
+        session = store.get("s")
+        log: Any = store._journal and store._journal.log
+        try:
+            node = session.append(session.root, words(50))
+            store.flush()
+        except StoreFailed:
+            assert log.failed and (call in ("fdatasync", "fsync_dir") or (call == "ftruncate" and error == errno.EIO))
+            with pytest.raises(StoreFailed):
+                store.gc()
+        else:
+            assert not log.failed
+            assert store.gc().swept
+            session.drop(node)
+            store.gc()
+            assert view(store) == expected
+        for state in (disk.copy(), disk.crash(rng, len(disk.trace))):
+            with open_on(state, durability=durability) as found:
+                again = found.get("s")
+                with suppress(UnknownNode):
+                    again.drop(*[each for each in again.children(again.root) if each.token_ids.tolist() == words(50)])
+                assert view(found) == expected
+                assert found.gc().swept
+                assert view(found) == expected
+            assert not [number for number in DEAD if bytes_of(number) in on_disk(state) and number != 100]
+        let_go(store)
+        if missed:
+            break
+    assert n > 1
+    assert refused or call in ("unlink", "fallocate", "listdir") or (call == "ftruncate" and durability != "commit") or n < 3
+
+
+@pytest.mark.usefixtures("still")
+@durabilities
+@pytest.mark.parametrize("call", ["pwrite", "fdatasync"])
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("what", ["drop", "drop session", "pin", "unpin", "collect"])
+def test_d03_d06_a_drop_or_pin_that_the_disk_refuses_never_was(durability: Durability, call: str, error: int, what: str) -> None:
+    for n in (1, 2):
+        disk = Disk()
+        store = grown(disk, durability)
+        session = store.get("s")
+        one = next(node for node in session.tree if node.token_ids.tolist() == words(1))
+        extra = session.append(one, words(106))
+        [pinned] = session.pins
+        store.flush()
+        before = view(store)
+        acts: dict[str, Callable[[], object]] = {
+            "drop": lambda session=session, extra=extra: session.drop(extra),  # type: ignore[misc]
+            "drop session": lambda store=store: store.drop("early"),  # type: ignore[misc]
+            "pin": lambda session=session, extra=extra: session.pin(extra),  # type: ignore[misc]
+            "unpin": lambda session=session, pinned=pinned: session.unpin(pinned),  # type: ignore[misc]
+            "collect": lambda store=store: store.gc(recent=0),  # type: ignore[misc]
+        }
+        store.get("early")
+        fail(disk, n, call, error)
+        try:
+            acts[what]()
+            store.flush()
+            refused = False
+        except StoreFailed:
+            refused = True
+        assert refused or n > 1 or what == "collect"
+        missed = disk._hit < n
+        disk.fault = None
+        after = view(store)
+        log: Any = store._journal and store._journal.log
+        if not log.failed:
+            assert after == before if refused and what != "collect" else missed or what == "collect" or after != before
+            if refused:
+                acts[what]()
+                after = view(store)
+            node = session.append(session.root, words(50))
+            session.drop(node)
+            assert view(store) == after
+        with reopened(disk) as found:
+            if not log.failed:
+                assert view(found) == after
+            else:
+                assert {name: view(found).get(name, before[name]) for name in ("fork", "lost")} == {
+                    name: before[name] for name in ("fork", "lost")
+                }
+                found.gc()
+        let_go(store)
+
+
+# --- interrupts --------------------------------------------------------------------------------------------------------------
+class Anywhere(Interrupt):
+    """In all that gc, pin and drop go through."""
+
+    FILES = frozenset(
+        module.__file__
+        for module in (segment_log, frames, scan, journal, compaction, sessiontree.store, sessiontree.stored, sessiontree.tree)
+    )
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in self.FILES:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and self.left >= 0:
+            self.left -= self._last.get(frame, "").startswith(("CALL", "RESUME", "JUMP_BACKWARD"))
+            if not self.left:
+                self.left = -1
+                raise KeyboardInterrupt
+            self._last[frame] = names_of(frame.f_code)[frame.f_lasti]
+        return self
+
+
+def interrupt(n: int, act: Callable[[], object]) -> bool:
+    """Do it, with a KeyboardInterrupt at the n-th place. Whether it came."""
+    at = Anywhere(n)
+    before = sys.gettrace()
+    sys.settrace(at)
+    try:
+        with suppress(KeyboardInterrupt):
+            act()
+    finally:
+        sys.settrace(before)
+    return at.left < 0
+
+
+INTERRUPTS = {"come": 0}
+
+
+def places_of(act: Callable[[SessionStore], object], durability: Durability) -> int:
+    """How many places it has."""
+    store = grown(Disk(), durability)
+    for name in store.sessions():
+        store.get(name)
+    at = Anywhere(10**9)
+    sys.settrace(at)
+    try:
+        act(store)
+    finally:
+        sys.settrace(None)
+    let_go(store)
+    return 10**9 - at.left
+
+
+@pytest.mark.usefixtures("still")
+@durabilities
+def test_an_interrupt_anywhere_in_gc_undoes_nothing(durability: Durability) -> None:
+    """Neither in memory nor on disk; what follows works, from another thread too."""
+    count = places_of(lambda store: store.gc(), durability)
+    assert count > 500
+    for n in range(1, count, 1 if SOAK else max(1, count // 25)):
+        disk = Disk()
+        store = grown(disk, durability)
+        expected = view(store)
+        assert interrupt(n, store.gc) or n > count - 40
+        INTERRUPTS["come"] += 1
+        if n % 2:
+            assert view(store) == expected
+        session = store.get("s")
+        done: list[GcReport] = []
+
+        def work(_: int, session: Session = session, store: SessionStore = store, done: list[GcReport] = done) -> None:
+            node = session.append(session.root, words(50))
+            session.drop(node)
+            done.append(store.gc())
+
+        in_threads(1, work)
+        assert done and view(store) == expected, n
+        store.flush()
+        with reopened(disk) as found:
+            assert view(found) == expected, n
+        store.gc()
+        assert view(store) == expected
+        let_go(store)
+        with open_on(disk) as found:
+            assert view(found) == expected, n
+        assert not [number for number in DEAD if bytes_of(number) in on_disk(disk) and number != 100]
+
+
+@pytest.mark.usefixtures("still")
+@durabilities
+@pytest.mark.parametrize("what", ["drop", "drop session", "pin", "unpin", "collect"])
+def test_an_interrupt_anywhere_in_drop_and_pin(durability: Durability, what: str) -> None:
+    """It is done or not, and memory and disk agree on which, whatever comes after."""
+
+    def act(store: SessionStore) -> object:
+        session = store.get("s")
+        if what == "drop":
+            return session.drop(*[each for each in session.tree if each.token_ids.tolist() == words(5)])
+        if what == "drop session":
+            return store.drop("fork")
+        if what == "pin":
+            return session.pin(session.root)
+        if what == "unpin":
+            return [session.unpin(pin) for pin in session.pins]
+        return [store.get(name)._collect(0) for name in store.sessions()]
+
+    count = places_of(act, durability)
+    for n in range(1, count, 1 if SOAK else max(1, count // 9)):
+        disk = Disk()
+        store = grown(disk, durability)
+        for name in store.sessions():
+            store.get(name)
+        assert interrupt(n, lambda store=store: act(store)) or n > count - 40  # type: ignore[misc]
+        INTERRUPTS["come"] += 1
+        session = store.get("s")
+        for parent in (session.root, *[each for each in session.tree if each.token_ids.tolist() == words(5)]):
+            with suppress(UnknownNode):  # it is gone after all
+                session.append(parent, words(51))
+        store.flush()
+        expected = view(store)
+        with reopened(disk) as found:
+            assert view(found) == expected, n
+        if n % 2:
+            store.gc()
+            assert view(store) == expected, n
+        act(store) if what != "drop session" else [store.drop(name) for name in store.sessions() if name == "fork"]
+        expected = view(store)
+        store.flush()
+        with reopened(disk) as found:
+            assert view(found) == expected, n
+        let_go(store)

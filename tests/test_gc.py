@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import gc
 import itertools
+import json
 import os
 import random
+import subprocess
 import sys
-import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -57,10 +59,11 @@ from tests.disk_model import (
     outline,
     reopened,
     seen,
+    short,
 )
 from tests.test_robustness import coming_in, forked
 from tests.test_segment_log import Interrupt, names_of
-from tests.test_store_disk import an_image, answer, append, blob_files, everything, in_process, pixels, say, text_session
+from tests.test_store_disk import ROOT, an_image, answer, append, blob_files, everything, in_process, pixels, say, text_session
 from tests.toy import VE, VS, a_turn, in_threads, toy_scheme, turn
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
@@ -125,6 +128,11 @@ def ids_of(session: Session) -> list[bytes]:
 
 def on_disk(disk: Disk) -> bytes:
     return b"".join(bytes(disk.files[file]) for path, file in sorted(disk.names.items()) if path.endswith((".seg", ".idx")))
+
+
+def log_of(store: SessionStore) -> Any:
+    assert store._journal is not None
+    return store._journal.log
 
 
 def files_of(disk: Disk) -> list[str]:
@@ -1319,7 +1327,7 @@ def test_every_call_of_gc_may_fail(durability: Durability, error: int, call: str
         disk.reads = False
         assert view(store) == expected
         session = store.get("s")
-        log: Any = store._journal and store._journal.log
+        log = log_of(store)
         try:
             node = session.append(session.root, words(50))
             store.flush()
@@ -1383,7 +1391,7 @@ def test_d03_d06_a_drop_or_pin_that_the_disk_refuses_never_was(durability: Durab
         missed = disk._hit < n
         disk.fault = None
         after = view(store)
-        log: Any = store._journal and store._journal.log
+        log = log_of(store)
         if not log.failed:
             assert after == before if refused and what != "collect" else missed or what == "collect" or after != before
             if refused:
@@ -1534,3 +1542,476 @@ def test_an_interrupt_anywhere_in_drop_and_pin(durability: Durability, what: str
         with reopened(disk) as found:
             assert view(found) == expected, n
         let_go(store)
+
+
+# --- killed ------------------------------------------------------------------------------------------------------------------
+KILLED = """
+import random, sys, threading
+from sessiontree import SessionStore
+store = SessionStore.open(sys.argv[1], durability=sys.argv[2])
+rng = random.Random(int(sys.argv[3]))
+sessions = [store.get(f"s{n}") if f"s{n}" in store.sessions() else store.create(f"s{n}", scheme="text@hf5") for n in range(2)]
+sessions.append(store.fork(sessions[0], rng.choice(list(sessions[0].tree)), f"fork {sys.argv[3]}"))
+
+def collect():
+    while True:
+        print("gc", "", store.gc().nodes_after, flush=True)
+
+threading.Thread(target=collect, daemon=True).start()
+mine = []
+number = 0
+while True:
+    session = rng.choice(sessions)
+    number += 1
+    parent = rng.choice([session.root, *session.leaves()[-3:]])
+    node = session.append(parent, [number, int(sys.argv[3]), rng.randrange(2**31)])
+    if number % 3 == 0:
+        session.set_head("main", node)
+    store.flush()
+    print(session.id, node.id.hex(), "made", flush=True)
+    mine.append((session, node.id))
+    if number % 4 == 0:
+        session, node = mine.pop(rng.randrange(len(mine)))
+        if not session.children(node) and session.head("main").node.id != node if "main" in session.heads else False:
+            print(session.id, node.hex(), "dropped", flush=True)
+            session.drop(node)
+"""
+
+
+def test_d26_a_process_that_is_killed_in_gc_loses_nothing_acknowledged(tmp_path: Path) -> None:
+    known: set[tuple[str, str]] = set()
+    gone: set[tuple[str, str]] = set()
+    collected = 0
+    path = tmp_path / "store"
+    for loop in range(80 if SOAK else 4):
+        process = in_process(KILLED, str(path), DURABILITIES[loop % 3], str(loop))
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline(), process.stderr.read()
+        time.sleep(0.05 + 0.3 * random.Random(loop).random())
+        process.kill()
+        out, _ = process.communicate()
+        for line in out.splitlines():
+            if len(parts := line.rsplit(" ", 2)) == 3 and parts[2] in ("made", "dropped") and len(parts[1]) == 64:
+                (known if parts[2] == "made" else gone).add((parts[0], parts[1]))
+            collected += line.startswith("gc ")
+        for options in ({"read_only": True}, {"durability": DURABILITIES[loop % 2]}):
+            with SessionStore.open(path, **options) as store:  # type: ignore[arg-type]
+                for name, node_id in known - gone:
+                    node = store.get(name).node(bytes.fromhex(node_id))
+                    assert [each.depth for each in node.path()] == list(range(node.depth + 1))
+                if "read_only" not in options:
+                    expected = view(store)
+                    assert store.gc().swept
+                    assert view(store) == expected
+        with SessionStore.open(path) as store:
+            for name in store.sessions():
+                assert store.get(name).tree
+    assert len(known) > 20 and gone and collected > 4
+
+
+# --- readers -----------------------------------------------------------------------------------------------------------------
+READER = """
+import json, os, sys
+from sessiontree import SessionStore
+from tests.disk_model import digest, seen, short
+store = SessionStore.open(sys.argv[1], read_only=True)
+session = store.get("s")
+tree = session.tree
+known = [node.id for node in tree] if len(sys.argv) > 2 else None
+print("ready", flush=True)
+for line in sys.stdin:
+    what = line.strip()
+    if what == "read":  # what it began with, all of it
+        print(json.dumps([[digest(node) for node in tree], len(tree)]), flush=True)
+    elif what == "refresh":
+        tree = None
+        session = store.get("s")
+        print(json.dumps(short(seen(session))), flush=True)
+    elif what == "let go":
+        store.close()
+        print(json.dumps(None), flush=True)
+"""
+
+
+class Reader:
+    """Another process that reads a store, told what to do line by line."""
+
+    def __init__(self, path: Path, code: str = READER) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+        )
+        assert self.process.stdout is not None and self.process.stdout.readline() == "ready\n"
+
+    def ask(self, what: str) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(what + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def segments(path: Path, suffix: str = "seg") -> list[str]:
+    return sorted(file.name for file in (path / "segments").iterdir() if file.suffix == f".{suffix}")
+
+
+def soon(true: Callable[[], object], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["refresh", "let go", "kill", "kill, and the writer too"])
+def test_d26_a_reader_of_before_goes_on_reading_until_it_looks_again(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "store"
+    store = SessionStore.open(path)
+    session = text_session(store)
+    branches = comb(session, width=4, depth=20)
+    session.set_head("main", branches[0][-1])
+    store.flush()
+    expected = [digest(node) for node in session.tree]
+    reader = Reader(path)
+    try:
+        session.drop(branches[1][1], branches[2][5])
+        for number in range(3):
+            assert not store.gc(recent=1).swept
+            session.append(branches[0][-1], words(900 + number))
+        assert segments(path)[0] == "00000001.seg" and len(segments(path, "lease")) == 4
+        assert reader.ask("read") == [expected, len(expected)]  # none of which it had read
+        store.flush()
+        now = seen(session)
+        if how == "refresh":
+            assert reader.ask("refresh") == short(now)
+        elif how == "let go":
+            reader.ask("let go")
+        else:
+            reader.end()
+        if how == "kill, and the writer too":
+            store.close()  # nobody is there to remove anything
+            reader = Reader(path)
+            assert reader.ask("refresh") == short(now)
+            store = SessionStore.open(path)
+            assert len(segments(path)) == 1 and reader.ask("refresh") == short(now)
+        soon(lambda: "00000001.seg" not in segments(path))  # without another gc
+        soon(lambda: len(segments(path, "lease")) == 1)
+        assert seen(store.get("s")) == now
+        assert store.gc().swept or how in ("refresh", "kill, and the writer too")
+    finally:
+        reader.end()
+        store.close()
+
+
+WRITER = """
+import sys
+from sessiontree import SessionStore
+store = SessionStore.open(sys.argv[1])
+session = store.get("s")
+session.drop(*[child for child in session.children(session.root) if child.token_ids[0] % 2])
+store.gc()
+print("done", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_files_that_a_killed_writer_left_go_when_the_last_reader_has(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with SessionStore.open(path) as store:
+        session = text_session(store)
+        for number in range(20):
+            session.append(session.root, [number, *words(number)])
+        expected = [digest(node) for node in session.tree]
+    reader = Reader(path)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert writer.stdout is not None and writer.stdout.readline() == b"done\n"
+    writer.kill()
+    writer.communicate()
+    try:
+        assert segments(path)[0] == "00000001.seg"
+        with SessionStore.open(path) as store:
+            assert len(store.get("s").tree) == 11
+            assert segments(path)[0] == "00000001.seg"
+            assert reader.ask("read") == [expected, 21]
+            assert not store.gc().swept
+            reader.end()
+            soon(lambda: segments(path)[0] != "00000001.seg" and len(segments(path, "lease")) == 1)
+        data = b"".join(file.read_bytes() for file in (path / "segments").iterdir())
+        assert bytes_of(2) in data and bytes_of(3) not in data
+    finally:
+        reader.end()
+
+
+class Watched(Disk):
+    """Somebody looks before every call that changes something."""
+
+    look: Callable[[], None] | None = None
+
+    def _call(self, name: str) -> Any:
+        look, self.look = self.look, None
+        if look is not None:
+            look()
+            self.look = look
+        return super()._call(name)
+
+
+@pytest.mark.usefixtures("still")
+@durabilities
+def test_readers_that_open_at_any_moment_of_a_gc(durability: Durability, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sees all there is, and goes on seeing it, whether it looks again or not; nothing is left behind them."""
+    monkeypatch.setattr(compaction, "_BATCH_BYTES", 300)
+    disk = Watched()
+    store = grown(disk, durability)
+    expected = view(store)
+    store.flush()
+    readers: list[SessionStore] = []
+    trees: list[tuple[SessionTree, list[bytes]]] = []
+
+    def look() -> None:
+        reader = open_on(disk, read_only=True)
+        assert view(reader) == expected
+        if len(readers) % 2:
+            tree = reader.get("s").tree
+            trees.append((tree, [node.id for node in tree]))
+        readers.append(reader)
+
+    disk.look = look
+    report = store.gc()
+    disk.look = None
+    assert len(readers) > 10 and not report.swept
+    for number, reader in enumerate(readers):
+        if number % 3 == 0:
+            assert view(reader) == expected  # it looks again
+    for tree, ids in trees:
+        assert [node.id for node in tree] == ids
+    assert not store.gc().swept
+    log = log_of(store)
+    for reader in readers:
+        assert not log.sweep()
+        assert view(reader) == expected
+    assert log.sweep()
+    for tree, ids in trees:  # which are read where they lie by now
+        assert [digest(node) for node in tree] == expected["s"]["digests"] and len(ids) == len(tree)
+    assert len([name for name in files_of(disk) if name.endswith(".lease")]) == 1
+    for reader in readers:
+        reader.close()
+    store.close()
+    assert not disk._handles
+
+
+def test_a_reader_follows_over_many_gcs_and_holds_no_old_file(tmp_path: Path) -> None:
+    """Also sessions that it got once and does not get again are read where they lie by now."""
+    with SessionStore.open(tmp_path) as store, SessionStore.open(tmp_path, read_only=True) as reader:
+        names = ["a", "b", "c"]
+        for name in names:
+            session = text_session(store, name)
+            for number in range(30):
+                session.append(session.root, words(number))
+        store.flush()
+        idle = reader.get("c")
+        for number in range(12):
+            session = store.get(names[number % 2])
+            session.drop(session.leaves()[0])
+            session.append(session.root, words(100 + number))
+            store.gc()
+            for name in names[:2]:
+                assert outline(reader.get(name).tree) == outline(store.get(name).tree)
+            list(reader.get(names[0]).tree)
+            assert log_of(store).sweep() and len(segments(tmp_path, "lease")) == 1
+            reader.sessions()
+            held = [
+                os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")
+            ]
+            assert not [name for name in held if str(tmp_path) in name and "deleted" in name]
+        assert len(idle.tree) == 31 and [node.id for node in idle.tree] == ids_of(store.get("c"))
+        session = store.get("c")
+        session.drop(*session.leaves()[:3])
+        assert not store.gc().swept
+        reader.sessions()
+        assert not log_of(store).sweep()  # of what it got once some is gone
+        assert len(list(idle.tree)) == 31
+        reader.get("c")
+        assert len(list(idle.tree)) == 28 and log_of(store).sweep()
+
+
+def test_a_lease_does_not_outlive_who_reads(tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path) as store:
+        session = text_session(store)
+        nodes = [session.append(session.root, words(number)) for number in range(50)]
+
+        def collected() -> bool:
+            session.drop(nodes.pop())
+            return store.gc().swept
+
+        store.flush()
+        reader = SessionStore.open(tmp_path, read_only=True)
+        found = reader.get("s")
+        tree, head, first = found.tree, found.heads, list(found.tree)[3]
+        assert not collected()
+        reader.close()  # though all of these are held
+        assert collected()
+        assert first.input_ids().tolist() == words(2) and not head
+        with pytest.raises(SessionTreeError):
+            list(tree)
+        reader = SessionStore.open(tmp_path, read_only=True)
+        tree = reader.get("s").tree
+        del reader, found
+        gc.collect()
+        assert not collected()
+        assert len(list(tree)) == 48 + 1  # a tree alone reads on
+        del tree
+        assert store.gc().swept
+        for wrong in (tmp_path / "none", tmp_path / "segments"):
+            with suppress(SessionTreeError):
+                SessionStore.open(wrong, read_only=True)
+        assert collected()
+
+
+def test_what_is_held_in_this_process_stays_readable_until_it_is_let_go() -> None:
+    """Trees, walks half-way, heads that were not read yet, sessions that were closed, and only as long as they are held."""
+    disk = Disk()
+    with open_on(disk) as store:
+        session = text_session(store)
+        comb(session, width=6, depth=4)
+        session.set_head("main", session.leaves()[5])
+        expected = ids_of(session)
+    with open_on(disk) as store:
+        holders: dict[str, Callable[[Session], Any]] = {
+            "tree": lambda session: session.tree,
+            "walk": lambda session: _begun(iter(session.tree)),
+            "descendants": lambda session: _begun(session.descendants(session.root)),
+            "depth first": lambda session: _begun(session.descendants(session.root, "depth_first")),
+            "search": lambda session: _begun(session.search(lambda node: node.depth > 1)),
+            "head": lambda session: session.head("main"),
+            "closed": lambda session: session,
+        }
+        for number, (what, hold) in enumerate(holders.items()):
+            session = store.get("s")
+            if what == "closed":
+                session.close()
+            held = hold(session)
+            again = store.get("s")
+            doomed = [leaf for leaf in again.leaves() if leaf != again.head("main").node][0]
+            if what in ("head",):
+                again.drop_head("main")
+                again.set_head("main", again.leaves()[-1])
+                doomed = again.leaves()[0]
+            gone = {doomed.id}
+            count = len(expected)
+            again.drop(doomed.id)
+            del doomed, session, again
+            report = store.gc()
+            assert not report.swept, what
+            if what in ("tree", "closed"):
+                tree = held if what == "tree" else held.tree
+                assert [node.id for node in tree] == expected
+                tree = None
+            elif what == "head":
+                assert held.node.path()[0].depth == 0
+            elif what == "search":
+                assert len(list(held)) == count - 3
+            else:
+                assert len(list(held)) == count - (1 if what == "walk" else 2)
+            held = None
+            assert log_of(store).sweep(), what
+            expected = [node for node in expected if node not in gone]
+            assert ids_of(store.get("s")) == expected
+            assert number < 7
+
+
+def _begun(walk: Iterator[Node]) -> Iterator[Node]:
+    next(walk)
+    return walk
+
+
+def test_an_open_session_whose_fork_was_opened_later_holds_nothing_old() -> None:
+    """It is read through an index of its own, older than the fork's."""
+    disk = Disk()
+    with open_on(disk) as store:
+        session = text_session(store)
+        nodes = [session.append(session.root, words(number)) for number in range(10)]
+        store.fork(session, nodes[3], "fork")
+    with open_on(disk) as store:
+        session = store.get("s")
+        session.append(session.root, words(50))
+        store.get("fork").append(store.get("fork").leaves()[0], words(51))
+        for number in range(4):
+            expected = view(store)
+            store.fork(session, nodes[5].id, f"another {number}")
+            assert store.gc().swept
+            store.drop(f"another {number}")
+            assert view(store) == expected
+
+
+@durabilities
+def test_a_forked_child_goes_on_reading_what_its_parent_removes(durability: Durability, tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path) as store:
+        session = text_session(store)
+        comb(session, width=4, depth=10)
+        text_session(store, "other").append(store.get("other").root, words(500))
+    with SessionStore.open(tmp_path, durability=durability) as store:
+        session = store.get("s")
+        expected = len(session.tree)
+        told, tell = os.pipe()
+        done, finish = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if not pid:
+            status = 1
+            with suppress(BaseException):
+                os.read(told, 1)
+                assert len([digest(node) for node in session.tree]) == expected
+                assert store.get("other").leaves()[0].token_ids.tolist() == words(500)  # which it had not opened
+                status = 0
+            os.write(finish, b"x")
+            os.read(told, 1)
+            os._exit(status)
+        session.drop(session.leaves()[0], session.leaves()[2].parent or session.root)
+        assert not store.gc().swept
+        store.gc()
+        assert "00000001.seg" in segments(tmp_path)
+        os.write(tell, b"x")
+        os.read(done, 1)
+        assert "00000001.seg" in segments(tmp_path)
+        os.write(tell, b"x")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        for fd in (told, tell, done, finish):
+            os.close(fd)
+        soon(lambda: "00000001.seg" not in segments(tmp_path))
+
+
+@pytest.mark.usefixtures("still")
+def test_a_reader_that_comes_first_after_a_crash_has_a_lease_too() -> None:
+    """The file of it is as durable as the place where the log begins."""
+    rng = random.Random(8)
+    disk, expected, begun = traced("group", busy=False)
+    for events in range(begun, len(disk.trace) + 1, 3):
+        state = disk.crash(rng, events)
+        reader = open_on(state, read_only=True)
+        tree = reader.get("s").tree
+        with open_on(state) as store:
+            session = store.get("s")
+            for pin in session.pins:
+                session.unpin(pin)
+            session.drop_head("main")
+            session.drop(*session.children(session.root))
+            assert not store.gc().swept
+            assert [digest(node) for node in tree] == expected["s"]["digests"]
+            del tree
+            assert not log_of(store).sweep()
+            assert view(reader).keys() == expected.keys()
+            assert log_of(store).sweep()
+        reader.close()

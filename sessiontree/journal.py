@@ -535,7 +535,7 @@ class Journal:
             if (session_id := listed[number]) is not None:
                 found[number] = session_id
         for session_id, number in () if self.follows else tuple(self._ids.items()):
-            if listed.get(number, "") is not None:
+            if listed.get(number, "") is not None and not self._is_gone(columns, number):
                 found[number] = session_id
         return tuple(dict.fromkeys(found[number] for number in sorted(found)))
 
@@ -705,9 +705,15 @@ class Journal:
         try:
             with self._dropping:
                 self.drops += 1
-                if 0 in ordinals:
-                    self._gone.add(number)
-                taken = self._enqueue(record, waiting)
+                try:
+                    if 0 in ordinals:
+                        self._gone.add(number)
+                    taken = self._enqueue(record, waiting)
+                except SessionTreeError:
+                    raise
+                except BaseException:  # an interrupt: nobody knows whether it was taken, so it is told again
+                    self._enqueue(record, waiting)
+                    raise
             if self.waits:
                 self._log.wait(taken)
         except SessionTreeError:

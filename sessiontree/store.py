@@ -483,7 +483,7 @@ class Session:
 
     def _show(self, journal: Journal) -> None:
         with self._lock:
-            self._settle(journal)
+            self._catch_up(journal)
 
     def truncate(self, node: Node | bytes, length: int) -> Node:
         """The first ``length`` tokens of a node's path. See :meth:`SessionTree.truncate`."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import gc
 import itertools
+import json
 import os
 import random
+import subprocess
 import sys
-import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -57,10 +59,11 @@ from tests.disk_model import (
     outline,
     reopened,
     seen,
+    short,
 )
 from tests.test_robustness import coming_in, forked
-from tests.test_segment_log import Interrupt
-from tests.test_store_disk import an_image, answer, append, blob_files, everything, in_process, pixels, say, text_session
+from tests.test_segment_log import Interrupt, names_of
+from tests.test_store_disk import ROOT, an_image, answer, append, blob_files, everything, in_process, pixels, say, text_session
 from tests.toy import VE, VS, a_turn, in_threads, toy_scheme, turn
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
@@ -125,6 +128,11 @@ def ids_of(session: Session) -> list[bytes]:
 
 def on_disk(disk: Disk) -> bytes:
     return b"".join(bytes(disk.files[file]) for path, file in sorted(disk.names.items()) if path.endswith((".seg", ".idx")))
+
+
+def log_of(store: SessionStore) -> Any:
+    assert store._journal is not None
+    return store._journal.log
 
 
 def files_of(disk: Disk) -> list[str]:
@@ -1084,3 +1092,926 @@ with SessionStore.open(sys.argv[1], read_only=True) as store:
         counts.append(len(session.tree))
     print(json.dumps([found, counts[0] == 601 and counts[-1] <= 302]))
 """
+
+
+# --- crashes -----------------------------------------------------------------------------------------------------------------
+View = dict[str, Any]
+
+
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No background thread does anything by itself, so that what is done is the same each time."""
+    monkeypatch.setattr(segment_log, "_POLL", (1000.0, 1000.0))
+
+
+def view(store: SessionStore) -> View:
+    """All that anybody can see of a store."""
+    found: View = {"ids": store.sessions(), "aliases": {}}
+    for name in store.sessions():
+        session = store.get(name)
+        tree = session.tree
+        ids, heads = outline(tree)
+        found[name] = {
+            "nodes": ids,
+            "digests": [digest(node) for node in tree],
+            "paths": [[node.id for node in leaf.path()] for leaf in tree.leaves()],
+            "children": [[child.id for child in tree.children(node)] for node in tree],
+            "heads": heads,
+            "pins": session.pins,
+            "moves": tree._moves,
+            "limits": (session.max_tokens, session.namespace, session.scheme.name),
+        }
+    for alias in ("cat", "dog"):
+        with suppress(SessionTreeError):
+            found["aliases"][alias] = store.aliased_media(alias)
+    return found
+
+
+DEAD = range(100, 112)
+
+
+def grown(disk: Disk, durability: Durability, segment_bytes: int = 1800) -> SessionStore:
+    """A store over some segments with something of everything; what says DEAD numbers is dropped."""
+    store = open_on(disk, durability=durability, segment_bytes=segment_bytes)
+    session = text_session(store)
+    one = session.append(session.root, words(1), metadata={"n": 1})
+    two = session.append(one, words(2))
+    gone = session.append(two, words(100))
+    store.fork(session, gone, "shares what is dropped").append(gone, words(3))
+    session.append(gone, words(101))
+    session.set_head("main", two)
+    session.set_head("short-lived", gone)
+    store.alias_media("cat", bytes(32))
+    store.alias_media("dog", bytes(32))
+    lost = text_session(store, "lost")
+    lost.set_head("main", lost.append(lost.root, words(102)))
+    store.close()
+    store = open_on(disk, durability=durability, segment_bytes=segment_bytes)
+    session = store.get("s")
+    three = session.append(two.id, words(4), key="k")
+    session.pin(three)
+    session.append(session.append(one.id, words(103)), words(104))
+    side = session.append(one.id, words(5))
+    fork = store.fork(session, side, "fork")
+    fork.set_head("tip", fork.append(side, words(6)))
+    between = store.fork(fork, fork.head("tip").node, "between")
+    store.fork(between, side, "early").append(side, words(7))
+    between.append(fork.head("tip").node, words(105))
+    store.drop_alias("dog")
+    session.drop_head("short-lived")
+    session.drop(gone.id, *[node for node in session.children(one.id) if node.token_ids.tolist() == words(103)])
+    store.drop("lost")
+    store.drop("between")
+    lost = text_session(store, "lost")
+    lost.append(lost.root, words(8))
+    store.flush()
+    return store
+
+
+def check_left(state: Disk, expected: View, acked: Sequence[bytes], durability: Durability) -> None:
+    """What a crash left is opened: all is as before, a second gc works, and nothing dead is left."""
+    with open_on(state, read_only=True) as reader:
+        assert shown_of(view(reader), acked) == expected
+    with open_on(state, durability=durability, segment_bytes=1800) as store:
+        assert not store.damaged
+        assert shown_of(view(store), acked) == expected
+        report = store.gc()
+        assert report.swept
+        assert shown_of(view(store), acked) == expected
+        session = store.get("s")
+        assert session.set_head("new", session.root).version == expected["s"]["moves"] + 1
+        session.drop_head("new")
+    data = on_disk(state)
+    assert not [number for number in DEAD if bytes_of(number) in data and number != 100]
+    assert [name.rpartition(".")[2] for name in files_of(state)].count("lease") == 1
+    with open_on(state, durability=durability, segment_bytes=1800) as store:
+        found = shown_of(view(store), acked)
+        assert found["s"].pop("moves") == expected["s"]["moves"] + 2
+        assert found == {**expected, "s": {part: value for part, value in expected["s"].items() if part != "moves"}}
+
+
+def shown_of(found: View, acked: Sequence[bytes]) -> View:
+    """Without the session that was written to meanwhile, which has all that was acknowledged."""
+    busy = found.pop("busy", None)
+    if busy is not None:
+        assert set(busy["nodes"]) >= set(acked)
+        found["ids"] = tuple(name for name in found["ids"] if name != "busy")
+    return found
+
+
+def traced(durability: Durability, *, busy: bool) -> tuple[Disk, View, int]:
+    """A gc on a disk that records it, where it began, and what was to be seen before. ``busy``: others write meanwhile."""
+    disk = Disk()
+    store = grown(disk, durability)
+    expected = view(store)
+    session = text_session(store, "busy") if busy else None
+    store.flush()
+    begun = len(disk.trace)
+
+    def write(*_: int) -> None:
+        if session is not None:
+            for _ in range(2):
+                node = session.append(session.leaves()[0], words(1000 + len(session.tree)))
+                session.set_head("main", node)
+                store.flush()
+                disk.mark(node.id)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compaction, "_BATCH_BYTES", 300)  # so that there is something in between
+        report = store.gc(progress=write)
+    assert report.swept and report.nodes_after < report.nodes_before
+    write()
+    found = view(store)
+    assert shown_of(found, [event[1] for event in disk.trace[begun:] if event[0] == "mark"]) == expected
+    let_go(store)
+    return disk, expected, begun
+
+
+CRASHES = {"states": 0}
+
+
+@pytest.mark.usefixtures("still")
+@durabilities
+@pytest.mark.parametrize("busy", [False, True])
+def test_d26_a_crash_after_every_event_of_gc(durability: Durability, busy: bool) -> None:
+    rng = random.Random(26)
+    disk, expected, begun = traced(durability, busy=busy)
+    for events in range(begun, len(disk.trace) + 1, 1 if SOAK or (durability == "group" and not busy) else 5):
+        acked = [event[1] for event in disk.trace[begun:events] if event[0] == "mark"]
+        for _ in range(40 if SOAK else 1):
+            check_left(disk.crash(rng, events), expected, acked, durability)
+            CRASHES["states"] += 1
+
+
+@pytest.mark.usefixtures("still")
+def test_d26_a_crash_in_the_gc_after_a_crash_in_gc() -> None:
+    rng = random.Random(27)
+    for _ in range(300 if SOAK else 8):
+        durability = rng.choice(DURABILITIES)
+        disk, expected, begun = traced(durability, busy=False)
+        for _ in range(3):
+            disk = disk.crash(rng, rng.randint(begun, len(disk.trace)))
+            store = open_on(disk, durability=durability, segment_bytes=1800)
+            begun = len(disk.trace)
+            store.gc()
+            assert view(store) == expected
+            let_go(store)
+        check_left(disk.crash(rng, rng.randint(begun, len(disk.trace))), expected, (), durability)
+        CRASHES["states"] += 4
+
+
+# --- a disk that refuses -----------------------------------------------------------------------------------------------------
+class Refusing(Disk):
+    """Reading fails on request too."""
+
+    reads = False
+
+    def _asked(self, name: str) -> None:
+        if self.reads:
+            calls = list(self.calls)
+            self._call(name)
+            self.calls = calls
+
+    def pread(self, fd: int, length: int, offset: int) -> bytes:
+        self._asked("pread")
+        return super().pread(fd, length, offset)
+
+    def listdir(self, path: str) -> list[str]:
+        self._asked("listdir")
+        return super().listdir(path)
+
+    def open(self, path: str, flags: int) -> int:
+        self._asked("open to read")
+        return super().open(path, flags)
+
+
+CALLS = (
+    "open",
+    "open to read",
+    "pwrite",
+    "fdatasync",
+    "fsync_dir",
+    "fallocate",
+    "ftruncate",
+    "rename",
+    "unlink",
+    "pread",
+    "listdir",
+)
+
+
+@pytest.mark.usefixtures("still")
+@durabilities
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_of_gc_may_fail(durability: Durability, error: int, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so, or it need not: all can be seen as before, the store goes on or has stopped, and the next one is fine."""
+    monkeypatch.setattr(compaction, "_BATCH_BYTES", 300)
+    rng = random.Random(5)
+    refused = 0
+    for n in itertools.count(1, 1 if SOAK or call not in ("pread", "open to read") else 4):
+        disk = Refusing()
+        store = grown(disk, durability)
+        expected = view(store)
+        store.flush()
+        disk.reads = True
+        fail(disk, n, call, error, part=rng.random())
+        try:
+            store.gc()
+        except (StoreFailed, CorruptTree) as caught:
+            assert isinstance(caught.__cause__, OSError) or isinstance((caught.__cause__ or caught).__cause__, OSError)
+            assert call in ("pread", "open to read") or not isinstance(caught, CorruptTree)
+            refused += 1
+        missed = disk._hit < n
+        disk.fault = None
+        disk.reads = False
+        assert view(store) == expected
+        session = store.get("s")
+        log = log_of(store)
+        try:
+            node = session.append(session.root, words(50))
+            store.flush()
+        except StoreFailed:
+            assert log.failed and (call in ("fdatasync", "fsync_dir") or (call == "ftruncate" and error == errno.EIO))
+            with pytest.raises(StoreFailed):
+                store.gc()
+        else:
+            assert not log.failed
+            assert store.gc().swept
+            session.drop(node)
+            store.gc()
+            assert view(store) == expected
+        for state in (disk.copy(), disk.crash(rng, len(disk.trace))):
+            with open_on(state, durability=durability) as found:
+                again = found.get("s")
+                with suppress(UnknownNode):
+                    again.drop(*[each for each in again.children(again.root) if each.token_ids.tolist() == words(50)])
+                assert view(found) == expected
+                assert found.gc().swept
+                assert view(found) == expected
+            assert not [number for number in DEAD if bytes_of(number) in on_disk(state) and number != 100]
+        let_go(store)
+        if missed:
+            break
+    assert n > 1
+    assert refused or call in ("unlink", "fallocate", "listdir") or (call == "ftruncate" and durability != "commit") or n < 3
+
+
+@pytest.mark.usefixtures("still")
+@durabilities
+@pytest.mark.parametrize("call", ["pwrite", "fdatasync"])
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("what", ["drop", "drop session", "pin", "unpin", "collect"])
+def test_d03_d06_a_drop_or_pin_that_the_disk_refuses_never_was(durability: Durability, call: str, error: int, what: str) -> None:
+    for n in (1, 2):
+        disk = Disk()
+        store = grown(disk, durability)
+        session = store.get("s")
+        one = next(node for node in session.tree if node.token_ids.tolist() == words(1))
+        extra = session.append(one, words(106))
+        [pinned] = session.pins
+        store.flush()
+        before = view(store)
+        acts: dict[str, Callable[[], object]] = {
+            "drop": lambda session=session, extra=extra: session.drop(extra),  # type: ignore[misc]
+            "drop session": lambda store=store: store.drop("early"),  # type: ignore[misc]
+            "pin": lambda session=session, extra=extra: session.pin(extra),  # type: ignore[misc]
+            "unpin": lambda session=session, pinned=pinned: session.unpin(pinned),  # type: ignore[misc]
+            "collect": lambda store=store: store.gc(recent=0),  # type: ignore[misc]
+        }
+        store.get("early")
+        fail(disk, n, call, error)
+        try:
+            acts[what]()
+            store.flush()
+            refused = False
+        except StoreFailed:
+            refused = True
+        assert refused or n > 1 or what == "collect"
+        missed = disk._hit < n
+        disk.fault = None
+        after = view(store)
+        log = log_of(store)
+        if not log.failed:
+            assert after == before if refused and what != "collect" else missed or what == "collect" or after != before
+            if refused:
+                acts[what]()
+                after = view(store)
+            node = session.append(session.root, words(50))
+            session.drop(node)
+            assert view(store) == after
+        with reopened(disk) as found:
+            if not log.failed:
+                assert view(found) == after
+            else:
+                assert {name: view(found).get(name, before[name]) for name in ("fork", "lost")} == {
+                    name: before[name] for name in ("fork", "lost")
+                }
+                found.gc()
+        let_go(store)
+
+
+# --- interrupts --------------------------------------------------------------------------------------------------------------
+class Anywhere(Interrupt):
+    """In all that gc, pin and drop go through."""
+
+    FILES = frozenset(
+        module.__file__
+        for module in (segment_log, frames, scan, journal, compaction, sessiontree.store, sessiontree.stored, sessiontree.tree)
+    )
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in self.FILES:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and self.left >= 0:
+            self.left -= self._last.get(frame, "").startswith(("CALL", "RESUME", "JUMP_BACKWARD"))
+            if not self.left:
+                self.left = -1
+                raise KeyboardInterrupt
+            self._last[frame] = names_of(frame.f_code)[frame.f_lasti]
+        return self
+
+
+def interrupt(n: int, act: Callable[[], object]) -> bool:
+    """Do it, with a KeyboardInterrupt at the n-th place. Whether it came."""
+    at = Anywhere(n)
+    before = sys.gettrace()
+    sys.settrace(at)
+    try:
+        with suppress(KeyboardInterrupt):
+            act()
+    finally:
+        sys.settrace(before)
+    return at.left < 0
+
+
+INTERRUPTS = {"come": 0}
+
+
+def places_of(act: Callable[[SessionStore], object], durability: Durability) -> int:
+    """How many places it has."""
+    store = grown(Disk(), durability)
+    for name in store.sessions():
+        store.get(name)
+    at = Anywhere(10**9)
+    sys.settrace(at)
+    try:
+        act(store)
+    finally:
+        sys.settrace(None)
+    let_go(store)
+    return 10**9 - at.left
+
+
+@pytest.mark.usefixtures("still")
+@durabilities
+def test_an_interrupt_anywhere_in_gc_undoes_nothing(durability: Durability) -> None:
+    """Neither in memory nor on disk; what follows works, from another thread too."""
+    count = places_of(lambda store: store.gc(), durability)
+    assert count > 500
+    for n in range(1, count, 1 if SOAK else max(1, count // 25)):
+        disk = Disk()
+        store = grown(disk, durability)
+        expected = view(store)
+        assert interrupt(n, store.gc) or n > count - 40
+        INTERRUPTS["come"] += 1
+        if n % 2:
+            assert view(store) == expected
+        session = store.get("s")
+        done: list[GcReport] = []
+
+        def work(_: int, session: Session = session, store: SessionStore = store, done: list[GcReport] = done) -> None:
+            node = session.append(session.root, words(50))
+            session.drop(node)
+            done.append(store.gc())
+
+        in_threads(1, work)
+        assert done and view(store) == expected, n
+        store.flush()
+        with reopened(disk) as found:
+            assert view(found) == expected, n
+        store.gc()
+        assert view(store) == expected
+        let_go(store)
+        with open_on(disk) as found:
+            assert view(found) == expected, n
+        assert not [number for number in DEAD if bytes_of(number) in on_disk(disk) and number != 100]
+
+
+@pytest.mark.usefixtures("still")
+@durabilities
+@pytest.mark.parametrize("what", ["drop", "drop session", "pin", "unpin", "collect"])
+def test_an_interrupt_anywhere_in_drop_and_pin(durability: Durability, what: str) -> None:
+    """It is done or not, and memory and disk agree on which, whatever comes after."""
+
+    def act(store: SessionStore) -> object:
+        session = store.get("s")
+        if what == "drop":
+            return session.drop(*[each for each in session.tree if each.token_ids.tolist() == words(5)])
+        if what == "drop session":
+            return store.drop("fork")
+        if what == "pin":
+            return session.pin(session.root)
+        if what == "unpin":
+            return [session.unpin(pin) for pin in session.pins]
+        return [store.get(name)._collect(0) for name in store.sessions()]
+
+    count = places_of(act, durability)
+    for n in range(1, count, 1 if SOAK else max(1, count // 9)):
+        disk = Disk()
+        store = grown(disk, durability)
+        for name in store.sessions():
+            store.get(name)
+        assert interrupt(n, lambda store=store: act(store)) or n > count - 40  # type: ignore[misc]
+        INTERRUPTS["come"] += 1
+        session = store.get("s")
+        for parent in (session.root, *[each for each in session.tree if each.token_ids.tolist() == words(5)]):
+            with suppress(UnknownNode):  # it is gone after all
+                session.append(parent, words(51))
+        store.flush()
+        expected = view(store)
+        with reopened(disk) as found:
+            assert view(found) == expected, n
+        if n % 2:
+            store.gc()
+            assert view(store) == expected, n
+        act(store) if what != "drop session" else [store.drop(name) for name in store.sessions() if name == "fork"]
+        expected = view(store)
+        store.flush()
+        with reopened(disk) as found:
+            assert view(found) == expected, n
+        let_go(store)
+
+
+# --- killed ------------------------------------------------------------------------------------------------------------------
+KILLED = """
+import random, sys, threading
+from sessiontree import SessionStore
+store = SessionStore.open(sys.argv[1], durability=sys.argv[2])
+rng = random.Random(int(sys.argv[3]))
+sessions = [store.get(f"s{n}") if f"s{n}" in store.sessions() else store.create(f"s{n}", scheme="text@hf5") for n in range(2)]
+sessions.append(store.fork(sessions[0], rng.choice(list(sessions[0].tree)), f"fork {sys.argv[3]}"))
+
+def collect():
+    while True:
+        print("gc", "", store.gc().nodes_after, flush=True)
+
+threading.Thread(target=collect, daemon=True).start()
+mine = []
+number = 0
+while True:
+    session = rng.choice(sessions)
+    number += 1
+    parent = rng.choice([session.root, *session.leaves()[-3:]])
+    node = session.append(parent, [number, int(sys.argv[3]), rng.randrange(2**31)])
+    if number % 3 == 0:
+        session.set_head("main", node)
+    store.flush()
+    print(session.id, node.id.hex(), "made", flush=True)
+    mine.append((session, node.id))
+    if number % 4 == 0:
+        session, node = mine.pop(rng.randrange(len(mine)))
+        if not session.children(node) and session.head("main").node.id != node if "main" in session.heads else False:
+            print(session.id, node.hex(), "dropped", flush=True)
+            session.drop(node)
+"""
+
+
+def test_d26_a_process_that_is_killed_in_gc_loses_nothing_acknowledged(tmp_path: Path) -> None:
+    known: set[tuple[str, str]] = set()
+    gone: set[tuple[str, str]] = set()
+    collected = 0
+    path = tmp_path / "store"
+    for loop in range(80 if SOAK else 4):
+        process = in_process(KILLED, str(path), DURABILITIES[loop % 3], str(loop))
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline(), process.stderr.read()
+        time.sleep(0.05 + 0.3 * random.Random(loop).random())
+        process.kill()
+        out, _ = process.communicate()
+        for line in out.splitlines():
+            if len(parts := line.rsplit(" ", 2)) == 3 and parts[2] in ("made", "dropped") and len(parts[1]) == 64:
+                (known if parts[2] == "made" else gone).add((parts[0], parts[1]))
+            collected += line.startswith("gc ")
+        for options in ({"read_only": True}, {"durability": DURABILITIES[loop % 2]}):
+            with SessionStore.open(path, **options) as store:  # type: ignore[arg-type]
+                for name, node_id in known - gone:
+                    node = store.get(name).node(bytes.fromhex(node_id))
+                    assert [each.depth for each in node.path()] == list(range(node.depth + 1))
+                if "read_only" not in options:
+                    expected = view(store)
+                    assert store.gc().swept
+                    assert view(store) == expected
+        with SessionStore.open(path) as store:
+            for name in store.sessions():
+                assert store.get(name).tree
+    assert len(known) > 20 and gone and collected > 4
+
+
+# --- readers -----------------------------------------------------------------------------------------------------------------
+READER = """
+import json, os, sys
+from sessiontree import SessionStore
+from tests.disk_model import digest, seen, short
+store = SessionStore.open(sys.argv[1], read_only=True)
+session = store.get("s")
+tree = session.tree
+known = [node.id for node in tree] if len(sys.argv) > 2 else None
+print("ready", flush=True)
+for line in sys.stdin:
+    what = line.strip()
+    if what == "read":  # what it began with, all of it
+        print(json.dumps([[digest(node) for node in tree], len(tree)]), flush=True)
+    elif what == "refresh":
+        tree = None
+        session = store.get("s")
+        print(json.dumps(short(seen(session))), flush=True)
+    elif what == "let go":
+        store.close()
+        print(json.dumps(None), flush=True)
+"""
+
+
+class Reader:
+    """Another process that reads a store, told what to do line by line."""
+
+    def __init__(self, path: Path, code: str = READER) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+        )
+        assert self.process.stdout is not None and self.process.stdout.readline() == "ready\n"
+
+    def ask(self, what: str) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(what + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def segments(path: Path, suffix: str = "seg") -> list[str]:
+    return sorted(file.name for file in (path / "segments").iterdir() if file.suffix == f".{suffix}")
+
+
+def soon(true: Callable[[], object], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["refresh", "let go", "kill", "kill, and the writer too"])
+def test_d26_a_reader_of_before_goes_on_reading_until_it_looks_again(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "store"
+    store = SessionStore.open(path)
+    session = text_session(store)
+    branches = comb(session, width=4, depth=20)
+    session.set_head("main", branches[0][-1])
+    store.flush()
+    expected = [digest(node) for node in session.tree]
+    reader = Reader(path)
+    try:
+        session.drop(branches[1][1], branches[2][5])
+        for number in range(3):
+            assert not store.gc(recent=1).swept
+            session.append(branches[0][-1], words(900 + number))
+        assert segments(path)[0] == "00000001.seg" and len(segments(path, "lease")) == 4
+        assert reader.ask("read") == [expected, len(expected)]  # none of which it had read
+        store.flush()
+        now = seen(session)
+        if how == "refresh":
+            assert reader.ask("refresh") == short(now)
+        elif how == "let go":
+            reader.ask("let go")
+        else:
+            reader.end()
+        if how == "kill, and the writer too":
+            store.close()  # nobody is there to remove anything
+            reader = Reader(path)
+            assert reader.ask("refresh") == short(now)
+            store = SessionStore.open(path)
+            assert len(segments(path)) == 1 and reader.ask("refresh") == short(now)
+        soon(lambda: "00000001.seg" not in segments(path))  # without another gc
+        soon(lambda: len(segments(path, "lease")) == 1)
+        assert seen(store.get("s")) == now
+        assert store.gc().swept or how in ("refresh", "kill, and the writer too")
+    finally:
+        reader.end()
+        store.close()
+
+
+WRITER = """
+import sys
+from sessiontree import SessionStore
+store = SessionStore.open(sys.argv[1])
+session = store.get("s")
+session.drop(*[child for child in session.children(session.root) if child.token_ids[0] % 2])
+store.gc()
+print("done", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_files_that_a_killed_writer_left_go_when_the_last_reader_has(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with SessionStore.open(path) as store:
+        session = text_session(store)
+        for number in range(20):
+            session.append(session.root, [number, *words(number)])
+        expected = [digest(node) for node in session.tree]
+    reader = Reader(path)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert writer.stdout is not None and writer.stdout.readline() == b"done\n"
+    writer.kill()
+    writer.communicate()
+    try:
+        assert segments(path)[0] == "00000001.seg"
+        with SessionStore.open(path) as store:
+            assert len(store.get("s").tree) == 11
+            assert segments(path)[0] == "00000001.seg"
+            assert reader.ask("read") == [expected, 21]
+            assert not store.gc().swept
+            reader.end()
+            soon(lambda: segments(path)[0] != "00000001.seg" and len(segments(path, "lease")) == 1)
+        data = b"".join(file.read_bytes() for file in (path / "segments").iterdir())
+        assert bytes_of(2) in data and bytes_of(3) not in data
+    finally:
+        reader.end()
+
+
+class Watched(Disk):
+    """Somebody looks before every call that changes something."""
+
+    look: Callable[[], None] | None = None
+
+    def _call(self, name: str) -> Any:
+        look, self.look = self.look, None
+        if look is not None:
+            look()
+            self.look = look
+        return super()._call(name)
+
+
+@pytest.mark.usefixtures("still")
+@durabilities
+def test_readers_that_open_at_any_moment_of_a_gc(durability: Durability, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sees all there is, and goes on seeing it, whether it looks again or not; nothing is left behind them."""
+    monkeypatch.setattr(compaction, "_BATCH_BYTES", 300)
+    disk = Watched()
+    store = grown(disk, durability)
+    expected = view(store)
+    store.flush()
+    readers: list[SessionStore] = []
+    trees: list[tuple[SessionTree, list[bytes]]] = []
+
+    def look() -> None:
+        reader = open_on(disk, read_only=True)
+        assert view(reader) == expected
+        if len(readers) % 2:
+            tree = reader.get("s").tree
+            trees.append((tree, [node.id for node in tree]))
+        readers.append(reader)
+
+    disk.look = look
+    report = store.gc()
+    disk.look = None
+    assert len(readers) > 10 and not report.swept
+    for number, reader in enumerate(readers):
+        if number % 3 == 0:
+            assert view(reader) == expected  # it looks again
+    for tree, ids in trees:
+        assert [node.id for node in tree] == ids
+    assert not store.gc().swept
+    log = log_of(store)
+    for reader in readers:
+        assert not log.sweep()
+        assert view(reader) == expected
+    assert log.sweep()
+    for tree, ids in trees:  # which are read where they lie by now
+        assert [digest(node) for node in tree] == expected["s"]["digests"] and len(ids) == len(tree)
+    assert len([name for name in files_of(disk) if name.endswith(".lease")]) == 1
+    for reader in readers:
+        reader.close()
+    store.close()
+    assert not disk._handles
+
+
+def test_a_reader_follows_over_many_gcs_and_holds_no_old_file(tmp_path: Path) -> None:
+    """Also sessions that it got once and does not get again are read where they lie by now."""
+    with SessionStore.open(tmp_path) as store, SessionStore.open(tmp_path, read_only=True) as reader:
+        names = ["a", "b", "c"]
+        for name in names:
+            session = text_session(store, name)
+            for number in range(30):
+                session.append(session.root, words(number))
+        store.flush()
+        idle = reader.get("c")
+        for number in range(12):
+            session = store.get(names[number % 2])
+            session.drop(session.leaves()[0])
+            session.append(session.root, words(100 + number))
+            store.gc()
+            for name in names[:2]:
+                assert outline(reader.get(name).tree) == outline(store.get(name).tree)
+            list(reader.get(names[0]).tree)
+            assert log_of(store).sweep() and len(segments(tmp_path, "lease")) == 1
+            reader.sessions()
+            held = [
+                os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")
+            ]
+            assert not [name for name in held if str(tmp_path) in name and "deleted" in name]
+        assert len(idle.tree) == 31 and [node.id for node in idle.tree] == ids_of(store.get("c"))
+        session = store.get("c")
+        session.drop(*session.leaves()[:3])
+        assert not store.gc().swept
+        reader.sessions()
+        assert not log_of(store).sweep()  # of what it got once some is gone
+        assert len(list(idle.tree)) == 31
+        reader.get("c")
+        assert len(list(idle.tree)) == 28 and log_of(store).sweep()
+
+
+def test_a_lease_does_not_outlive_who_reads(tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path) as store:
+        session = text_session(store)
+        nodes = [session.append(session.root, words(number)) for number in range(50)]
+
+        def collected() -> bool:
+            session.drop(nodes.pop())
+            return store.gc().swept
+
+        store.flush()
+        reader = SessionStore.open(tmp_path, read_only=True)
+        found = reader.get("s")
+        tree, head, first = found.tree, found.heads, list(found.tree)[3]
+        assert not collected()
+        reader.close()  # though all of these are held
+        assert collected()
+        assert first.input_ids().tolist() == words(2) and not head
+        with pytest.raises(SessionTreeError):
+            list(tree)
+        reader = SessionStore.open(tmp_path, read_only=True)
+        tree = reader.get("s").tree
+        del reader, found
+        gc.collect()
+        assert not collected()
+        assert len(list(tree)) == 48 + 1  # a tree alone reads on
+        del tree
+        assert store.gc().swept
+        for wrong in (tmp_path / "none", tmp_path / "segments"):
+            with suppress(SessionTreeError):
+                SessionStore.open(wrong, read_only=True)
+        assert collected()
+
+
+def test_what_is_held_in_this_process_stays_readable_until_it_is_let_go() -> None:
+    """Trees, walks half-way, heads that were not read yet, sessions that were closed, and only as long as they are held."""
+    disk = Disk()
+    with open_on(disk) as store:
+        session = text_session(store)
+        comb(session, width=6, depth=4)
+        session.set_head("main", session.leaves()[5])
+        expected = ids_of(session)
+    with open_on(disk) as store:
+        holders: dict[str, Callable[[Session], Any]] = {
+            "tree": lambda session: session.tree,
+            "walk": lambda session: _begun(iter(session.tree)),
+            "descendants": lambda session: _begun(session.descendants(session.root)),
+            "depth first": lambda session: _begun(session.descendants(session.root, "depth_first")),
+            "search": lambda session: _begun(session.search(lambda node: node.depth > 1)),
+            "head": lambda session: session.head("main"),
+            "closed": lambda session: session,
+        }
+        for number, (what, hold) in enumerate(holders.items()):
+            session = store.get("s")
+            if what == "closed":
+                session.close()
+            held = hold(session)
+            again = store.get("s")
+            doomed = [leaf for leaf in again.leaves() if leaf != again.head("main").node][0]
+            if what in ("head",):
+                again.drop_head("main")
+                again.set_head("main", again.leaves()[-1])
+                doomed = again.leaves()[0]
+            gone = {doomed.id}
+            count = len(expected)
+            again.drop(doomed.id)
+            del doomed, session, again
+            report = store.gc()
+            assert not report.swept, what
+            if what in ("tree", "closed"):
+                tree = held if what == "tree" else held.tree
+                assert [node.id for node in tree] == expected
+                tree = None
+            elif what == "head":
+                assert held.node.path()[0].depth == 0
+            elif what == "search":
+                assert len(list(held)) == count - 3
+            else:
+                assert len(list(held)) == count - (1 if what == "walk" else 2)
+            held = None
+            assert log_of(store).sweep(), what
+            expected = [node for node in expected if node not in gone]
+            assert ids_of(store.get("s")) == expected
+            assert number < 7
+
+
+def _begun(walk: Iterator[Node]) -> Iterator[Node]:
+    next(walk)
+    return walk
+
+
+def test_an_open_session_whose_fork_was_opened_later_holds_nothing_old() -> None:
+    """It is read through an index of its own, older than the fork's."""
+    disk = Disk()
+    with open_on(disk) as store:
+        session = text_session(store)
+        nodes = [session.append(session.root, words(number)) for number in range(10)]
+        store.fork(session, nodes[3], "fork")
+    with open_on(disk) as store:
+        session = store.get("s")
+        session.append(session.root, words(50))
+        store.get("fork").append(store.get("fork").leaves()[0], words(51))
+        for number in range(4):
+            expected = view(store)
+            store.fork(session, nodes[5].id, f"another {number}")
+            assert store.gc().swept
+            store.drop(f"another {number}")
+            assert view(store) == expected
+
+
+@durabilities
+def test_a_forked_child_goes_on_reading_what_its_parent_removes(durability: Durability, tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path) as store:
+        session = text_session(store)
+        comb(session, width=4, depth=10)
+        text_session(store, "other").append(store.get("other").root, words(500))
+    with SessionStore.open(tmp_path, durability=durability) as store:
+        session = store.get("s")
+        expected = len(session.tree)
+        told, tell = os.pipe()
+        done, finish = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if not pid:
+            status = 1
+            with suppress(BaseException):
+                os.read(told, 1)
+                assert len([digest(node) for node in session.tree]) == expected
+                assert store.get("other").leaves()[0].token_ids.tolist() == words(500)  # which it had not opened
+                status = 0
+            os.write(finish, b"x")
+            os.read(told, 1)
+            os._exit(status)
+        session.drop(session.leaves()[0], session.leaves()[2].parent or session.root)
+        assert not store.gc().swept
+        store.gc()
+        assert "00000001.seg" in segments(tmp_path)
+        os.write(tell, b"x")
+        os.read(done, 1)
+        assert "00000001.seg" in segments(tmp_path)
+        os.write(tell, b"x")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        for fd in (told, tell, done, finish):
+            os.close(fd)
+        soon(lambda: "00000001.seg" not in segments(tmp_path))
+
+
+@pytest.mark.usefixtures("still")
+def test_a_reader_that_comes_first_after_a_crash_has_a_lease_too() -> None:
+    """The file of it is as durable as the place where the log begins."""
+    rng = random.Random(8)
+    disk, expected, begun = traced("group", busy=False)
+    for events in range(begun, len(disk.trace) + 1, 3):
+        state = disk.crash(rng, events)
+        reader = open_on(state, read_only=True)
+        tree = reader.get("s").tree
+        with open_on(state) as store:
+            session = store.get("s")
+            for pin in session.pins:
+                session.unpin(pin)
+            session.drop_head("main")
+            session.drop(*session.children(session.root))
+            assert not store.gc().swept
+            assert [digest(node) for node in tree] == expected["s"]["digests"]
+            del tree
+            assert not log_of(store).sweep()
+            assert view(reader).keys() == expected.keys()
+            assert log_of(store).sweep()
+        reader.close()

@@ -324,7 +324,7 @@ class SegmentLog:
             return entries[start:]
 
     def read(self, entry: Any) -> bytes:
-        """The record of an entry, or of an index into ``entries()``, checked. Raises CorruptTree."""
+        """The record of an entry, or of an index into ``entries()``, checked. Raises CorruptTree, StoreFailed."""
         if isinstance(entry, (int, np.integer)):
             entry = self.entries()[entry]
         segment, offset, length, crc = entry.item()[-4:]
@@ -333,12 +333,15 @@ class SegmentLog:
         try:
             record = self._pread(segment, offset, length)
         except OSError as error:
-            if error.errno not in (errno.EIO, errno.ENOENT):
-                raise
-            raise _damaged(segment, offset, str(error)) from error
+            raise self._unreadable(segment, offset, error) from error
         if len(record) != length or crc32(record, self._keys.seed ^ length) != crc:
             raise _damaged(segment, offset, f"the record of {length} bytes does not match its checksum")
         return record
+
+    def _unreadable(self, segment: int, offset: int, error: OSError) -> CorruptTree | StoreFailed:
+        if error.errno in (errno.EIO, errno.ENOENT):
+            return _damaged(segment, offset, str(error))
+        return StoreFailed(f"{self._path} cannot be read: {error}", errno=error.errno)
 
     # writing
 
@@ -789,9 +792,7 @@ class SegmentLog:
                     raise _damaged(segment, offset, f"the record of {length} bytes does not match its checksum")
                 yield record
         except OSError as error:
-            if error.errno not in (errno.EIO, errno.ENOENT):
-                raise StoreFailed(f"{self._path} cannot be read: {error}", errno=error.errno) from error
-            raise _damaged(current, 0, str(error)) from error
+            raise self._unreadable(current, 0, error) from error
         finally:
             if fd >= 0:
                 self._system.close(fd)

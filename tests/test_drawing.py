@@ -59,7 +59,7 @@ def drawn() -> str:
     return sha256(repr(seen).encode()).hexdigest()
 
 
-@pytest.mark.parametrize("soak", [False, True])
+@pytest.mark.parametrize("soak", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_every_process_draws_the_same_but_at_soak_length(soak: bool) -> None:
     found = []
     for number in range(3):

@@ -568,7 +568,7 @@ def test_a_sidecar_with_wrong_entries_is_misleading() -> None:
     start, end, _ = scan.walked[0]
     rows = rows[rows["segment"] == 1][: end.records]
     path = segment(1, "idx")
-    for field, value in (("ordinal", 9), ("parent", 3), ("offset", 77), ("id", bytes(32))):
+    for field, value in (("ordinal", 99), ("parent", 88), ("offset", 77), ("id", bytes(32))):
         wrong = rows.copy()
         wrong[field][len(rows) // 2] = value
         copy = disk.copy()

@@ -278,10 +278,10 @@ class Survey:
         scan = self.scan()
         segments = scan.segments()
         for at, (segment, rows) in enumerate(expected, 1):
-            found, stretches = self.look(scan, next(segments, 0))
+            found, _ = self.look(scan, next(segments, 0))
             if at == len(expected):  # a writer may have gone on
                 found = found[: len(rows)]
-            if stretches or found.tobytes() != rows.tobytes():
+            if found.tobytes() != rows.tobytes():
                 raise _Unexpected
             if len(rows):
                 self._check(next(parts))
@@ -527,7 +527,7 @@ class Survey:
             kind, session, ordinal, parent = row.item()[:4]
             if kind != codec.NODE:
                 known = session in sessions
-                return kind == codec.ALIAS or (kind == codec.SESSION and not known) or (codec.HEAD <= kind <= codec.DROP and known)
+                return kind in (codec.ALIAS, codec.SESSION) or (codec.HEAD <= kind <= codec.DROP and known)
             if session not in sessions or parent >= ordinal:
                 return False
             low, at, behind = np.searchsorted(keys, _bounds(session, ordinal)).tolist()
@@ -572,8 +572,10 @@ class Survey:
         elsewhere: defaultdict[int, list[int]] = defaultdict(list)
         for number in nodes[sound & (parents > 0) & ~own].tolist():
             elsewhere[int(rows["session"][number])].append(number)
-        for number, (row, record) in sorted(self._records().items()):
+        for number, ((row, record), *others) in sorted(self._records().items()):
             self.sessions[number] = held = self._held(row, record)
+            for other in others:
+                self._compare(held, *other)
             self._set_aside_below(held)
             for node in elsewhere.get(number, ()):
                 self.parents[node] = self._on_path(held, int(rows["parent"][node]))
@@ -601,9 +603,9 @@ class Survey:
                 _, session, ordinal = rows[number].item()[:3]
                 self.wrong_ordinals.append(Problem(number, session, f"node {ordinal} is there twice, with other content"))
 
-    def _records(self) -> dict[int, tuple[int, codec.SessionRecord]]:
-        """The records of the sessions that are there, by their numbers, and where they are."""
-        found: dict[int, tuple[int, codec.SessionRecord]] = {}
+    def _records(self) -> dict[int, list[tuple[int, codec.SessionRecord]]]:
+        """The records of the sessions that are there, by their numbers, and where they are. The first of several counts."""
+        found: dict[int, list[tuple[int, codec.SessionRecord]]] = {}
         with self.reader() as read:
             for number in np.flatnonzero(self.rows["kind"] == codec.SESSION).tolist():
                 if number in self.gone:
@@ -614,18 +616,20 @@ class Survey:
                 except CorruptTree as error:
                     self.bad[number] = str(error)
                     continue
-                known = found.setdefault(record.session, (number, record))
-                if known[0] == number:
-                    continue
-                self.aside[number] = True
-                # A fork that was copied names the node that it begins with as the session has it that made it.
-                tips = record.tip is not None and known[1].tip is not None
-                same = known[1] == (record._replace(tip=known[1].tip) if tips else record)
-                self.repeated += same
-                if not same:
-                    what = f"{record.session_id!r} has the number of another session"
-                    self.wrong_ordinals.append(Problem(number, record.session, what))
+                found.setdefault(record.session, []).append((number, record))
         return found
+
+    def _compare(self, held: Held, number: int, record: codec.SessionRecord) -> None:
+        """Look at another record of a session, which compaction may have left: a fork may name its first node otherwise there."""
+        self.aside[number] = True
+        tips = (held.record.tip, record.tip)
+        same = held.record == record
+        if not same and None not in tips and held.record._replace(tip=record.tip) == record:
+            same = record.tip is not None and self.find(*record.tip) == held.tip
+        self.repeated += same
+        if not same:
+            what = f"{record.session_id!r} has the number of another session"
+            self.wrong_ordinals.append(Problem(number, record.session, what))
 
     def _held(self, number: int, record: codec.SessionRecord) -> Held:
         """A session. One that cannot be is bad, and nobody knows its root."""

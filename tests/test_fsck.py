@@ -704,7 +704,15 @@ def test_helpers_find_what_one_process_finds(processes: int, known: bool, tmp_pa
         answers.append(answer is not None)
         return answer
 
+    do = checks.Checks.do
+
+    def patiently(self: checks.Checks, *given: Any) -> None:
+        for *_, helper, found in self._open:
+            assert found is not None or helper.answers(60)
+        do(self, *given)
+
     monkeypatch.setattr(checks._Helper, "receive", noted)
+    monkeypatch.setattr(checks.Checks, "do", patiently)
     if not known:
         monkeypatch.setattr(checks, "_HELPER", IGNORANT)
     path = tmp_path / "s"
@@ -738,7 +746,7 @@ def test_helpers_find_what_one_process_finds(processes: int, known: bool, tmp_pa
         for name in ("bad", "heads", "openings", "identities", "contents", "aliases"):
             assert getattr(alone, name) == getattr(together, name), name
         assert Examined(alone).report().ok != damage
-    assert answers and set(answers) == {known}
+    assert set(answers) == {known} and (len(answers) > 40 or not known)  # a helper that cannot is not asked again
 
 
 def test_tasks_of_helpers_that_die_are_done_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1378,6 +1386,37 @@ def test_compaction_that_breaks_off_anywhere_leaves_a_sound_store() -> None:
         with open_on(killed) as store:
             assert all_of(store) == before
     assert states > 15 and twice > 3
+
+
+def test_nothing_holds_what_was_dropped(tmp_path: Path) -> None:
+    """A head and a pin of a session that is gone, and what was unpinned, miss nothing."""
+    disk = Disk()
+    with open_on(disk) as store:
+        session, gone = text_session(store), text_session(store, "gone")
+        node = session.append(session.root, [1] * 30)
+        session.pin(node)
+        session.unpin(node)
+        other = gone.append(gone.root, [2] * 30)
+        gone.set_head("main", other)
+        store.drop("gone")
+    report = report_of(damaged_in(damaged_in(disk, node), other))
+    assert [damage.node_id for damage in report.damaged] == [node.id, other.id] and not report.dangling
+    assert (report.heads, report.pins, report.sessions) == (0, 0, 1)
+
+
+def test_compaction_between_reading_and_saving_is_a_typed_error(tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path / "s") as store:
+        session = text_session(store)
+        session.append(session.root, [1])
+        store.flush()
+
+        def progress(done: int, total: int) -> None:
+            if 2 * done == total:
+                assert not store.gc().swept  # it reads
+
+        with pytest.raises(StoreFailed, match="is there no more"):
+            salvage(tmp_path / "s", tmp_path / "new", progress=progress)
+    assert fsck(tmp_path / "s").ok
 
 
 def test_what_compaction_leaves_for_readers_is_no_stray(tmp_path: Path) -> None:

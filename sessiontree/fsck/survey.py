@@ -131,10 +131,14 @@ class _Patient:
 
     def __init__(self, system: System) -> None:
         self._system = system
-        self.open, self.close, self.size, self.listdir, self.flock = (
-            getattr(system, name) for name in ("open", "close", "size", "listdir", "flock")
-        )
-        self.unreadable: set[tuple[int, int, int]] = set()
+        self.close, self.size, self.listdir, self.flock = system.close, system.size, system.listdir, system.flock
+        self._paths: dict[int, str] = {}
+        self.unreadable: set[tuple[str, int]] = set()  # pages
+
+    def open(self, path: str, flags: int) -> int:
+        fd = self._system.open(path, flags)
+        self._paths[fd] = path
+        return fd
 
     def pread(self, fd: int, length: int, offset: int) -> bytes:
         try:
@@ -145,7 +149,7 @@ class _Patient:
         if length > _PAGE:
             return self.pread(fd, min(length, _PAGE - offset % _PAGE), offset)
         count = max(0, min(length, self.size(fd) - offset))
-        self.unreadable.add((offset - offset % _PAGE, offset, count))
+        self.unreadable.add((self._paths[fd], offset // _PAGE))
         return bytes(count)
 
 
@@ -227,7 +231,7 @@ class Survey:
     @property
     def unreadable(self) -> int:
         """Bytes that the disk could not give."""
-        return sum(count for _, _, count in self._patient.unreadable)
+        return _PAGE * len(self._patient.unreadable)
 
     def read(self) -> Survey:
         """Read and check everything."""
@@ -270,22 +274,20 @@ class Survey:
     def _as_expected(self, expected: list[tuple[int, Entries]]) -> Scan:
         """Check each segment while it is at hand. Raises _Unexpected."""
         self._number(expected)
+        expected.clear()
         try:
             self._place()
         except Moved as error:
             raise _Unexpected from error
-        parts = iter(self.parts)
         scan = self.scan()
         segments = scan.segments()
-        for at, (segment, rows) in enumerate(expected, 1):
+        for part in self.parts:
             found, _ = self.look(scan, next(segments, 0))
-            if at == len(expected):  # a writer may have gone on
-                found = found[: len(rows)]
-            if found.tobytes() != rows.tobytes():
+            if part is self.parts[-1]:  # a writer may have gone on
+                found = found[: part.stop - part.start]
+            if found.tobytes() != self.rows[part.start : part.stop].tobytes():
                 raise _Unexpected
-            if len(rows):
-                self._check(next(parts))
-            self._tell(segment)
+            self._check(part)
         return scan
 
     def _all_first(self) -> Scan:
@@ -312,7 +314,6 @@ class Survey:
         self._place()
         for part in self.parts:
             self._check(part)
-            self._tell(part.segment)
         return scan
 
     def _helpers(self) -> int:
@@ -544,8 +545,7 @@ class Survey:
         self.rows = np.concatenate([np.empty(0, ENTRY), *(rows for _, rows in parts)])
         start = 0
         for segment, rows in parts:
-            if len(rows):
-                self.parts.append(Part(segment, start, start + len(rows)))
+            self.parts.append(Part(segment, start, start + len(rows)))
             start += len(rows)
         self.starts, self.stops = np.zeros((2, start), np.int64)
         self.aside = np.zeros(start, np.bool)
@@ -745,7 +745,9 @@ class Survey:
         rules = {held.number: held.rules for held in known if held.rules is not None}
         path = segment_path(self.segments, part.segment, "seg")
         task = Task(path, self.keys.seed, rows, above, rules, bool(self.feature_files))
-        self._checks.do(numbers, task, lambda offset: self._tell(part.segment, offset))
+        if len(numbers):
+            self._checks.do(numbers, task, lambda offset: self._tell(part.segment, offset))
+        self._tell(part.segment)
 
     def _take(self, numbers: Numbers, checked: Checked) -> None:
         """Take in what was found of records."""

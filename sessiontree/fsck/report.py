@@ -135,8 +135,6 @@ class Examined:
             return session, NONE if held is None or held.row in survey.bad else parent
         if held.first is not None and parent:
             return session, parent
-        if held.tip >= 0:  # which has no depth, for want of something above it
-            return int(survey.rows["session"][held.tip]), int(survey.rows["ordinal"][held.tip])
         source, ordinal = held.record.tip
         return self._cause(source, ordinal if parent else 0)
 
@@ -275,7 +273,6 @@ class Examined:
         """What else names a session that has no record."""
         known = {number: f"head {name!r}" for (_, name), (number, _, _) in self.survey.heads.items()}
         known |= {number: "a pin" for number, _, _ in self.survey.pins.values()}
-        known |= dict.fromkeys(self.survey.openings.values(), "an opening")
         for number, what in sorted(known.items()):
             session = int(self.survey.rows["session"][number])
             if session not in self.survey.sessions and (session, NONE) not in self._explained:

@@ -167,7 +167,7 @@ class _Salvage:
         if self._kept:
             # Drafts have keys of their own by the opening they were made in: what was lost may have been openings.
             lost = sum(stop - start for _, start, stop, _ in survey.stretches) // _SMALLEST
-            yield codec.encode(codec.OpenedRecord(next(iter(self._kept)), survey.opening + lost))
+            yield codec.encode(codec.OpenedRecord(max([*self._kept, *survey.openings]), survey.opening + lost))
         for (namespace, alias), (_, identity) in survey.aliases.items():
             if identity is not None:
                 yield codec.encode(codec.AliasRecord(namespace, alias, identity))

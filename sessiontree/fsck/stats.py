@@ -170,19 +170,8 @@ def counted(survey: Survey) -> Stats:
 
 
 def _tips(examined: Examined) -> list[int]:
-    """The nodes that sessions were forked from: those that are there, and those that others of these rest on."""
-    survey = examined.survey
-    needed = [held for number, held in survey.sessions.items() if number not in examined.dropped]
-    seen = {held.number for held in needed}
-    tips = []
-    while needed:
-        held = needed.pop()
-        tips.append(held.tip)
-        source = None if held.record.tip is None else survey.sessions.get(held.record.tip[0])
-        if source is not None and source.number not in seen:
-            seen.add(source.number)
-            needed.append(source)
-    return tips
+    """The nodes that sessions were forked from, which are there."""
+    return [held.tip for number, held in examined.survey.sessions.items() if number not in examined.dropped]
 
 
 def _held_places(examined: Examined) -> list[int]:

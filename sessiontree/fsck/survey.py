@@ -131,10 +131,14 @@ class _Patient:
 
     def __init__(self, system: System) -> None:
         self._system = system
-        self.open, self.close, self.size, self.listdir, self.flock = (
-            getattr(system, name) for name in ("open", "close", "size", "listdir", "flock")
-        )
-        self.unreadable: set[tuple[int, int, int]] = set()
+        self.close, self.size, self.listdir, self.flock = system.close, system.size, system.listdir, system.flock
+        self._paths: dict[int, str] = {}
+        self.unreadable: set[tuple[str, int]] = set()  # pages
+
+    def open(self, path: str, flags: int) -> int:
+        fd = self._system.open(path, flags)
+        self._paths[fd] = path
+        return fd
 
     def pread(self, fd: int, length: int, offset: int) -> bytes:
         try:
@@ -145,7 +149,7 @@ class _Patient:
         if length > _PAGE:
             return self.pread(fd, min(length, _PAGE - offset % _PAGE), offset)
         count = max(0, min(length, self.size(fd) - offset))
-        self.unreadable.add((offset - offset % _PAGE, offset, count))
+        self.unreadable.add((self._paths[fd], offset // _PAGE))
         return bytes(count)
 
 
@@ -227,7 +231,7 @@ class Survey:
     @property
     def unreadable(self) -> int:
         """Bytes that the disk could not give."""
-        return sum(count for _, _, count in self._patient.unreadable)
+        return _PAGE * len(self._patient.unreadable)
 
     def read(self) -> Survey:
         """Read and check everything."""
@@ -270,22 +274,20 @@ class Survey:
     def _as_expected(self, expected: list[tuple[int, Entries]]) -> Scan:
         """Check each segment while it is at hand. Raises _Unexpected."""
         self._number(expected)
+        expected.clear()
         try:
             self._place()
         except Moved as error:
             raise _Unexpected from error
-        parts = iter(self.parts)
         scan = self.scan()
         segments = scan.segments()
-        for at, (segment, rows) in enumerate(expected, 1):
-            found, stretches = self.look(scan, next(segments, 0))
-            if at == len(expected):  # a writer may have gone on
-                found = found[: len(rows)]
-            if stretches or found.tobytes() != rows.tobytes():
+        for part in self.parts:
+            found, _ = self.look(scan, next(segments, 0))
+            if part is self.parts[-1]:  # a writer may have gone on
+                found = found[: part.stop - part.start]
+            if found.tobytes() != self.rows[part.start : part.stop].tobytes():
                 raise _Unexpected
-            if len(rows):
-                self._check(next(parts))
-            self._tell(segment)
+            self._check(part)
         return scan
 
     def _all_first(self) -> Scan:
@@ -312,7 +314,6 @@ class Survey:
         self._place()
         for part in self.parts:
             self._check(part)
-            self._tell(part.segment)
         return scan
 
     def _helpers(self) -> int:
@@ -527,7 +528,7 @@ class Survey:
             kind, session, ordinal, parent = row.item()[:4]
             if kind != codec.NODE:
                 known = session in sessions
-                return kind == codec.ALIAS or (kind == codec.SESSION and not known) or (codec.HEAD <= kind <= codec.DROP and known)
+                return kind in (codec.ALIAS, codec.SESSION) or (codec.HEAD <= kind <= codec.DROP and known)
             if session not in sessions or parent >= ordinal:
                 return False
             low, at, behind = np.searchsorted(keys, _bounds(session, ordinal)).tolist()
@@ -544,8 +545,7 @@ class Survey:
         self.rows = np.concatenate([np.empty(0, ENTRY), *(rows for _, rows in parts)])
         start = 0
         for segment, rows in parts:
-            if len(rows):
-                self.parts.append(Part(segment, start, start + len(rows)))
+            self.parts.append(Part(segment, start, start + len(rows)))
             start += len(rows)
         self.starts, self.stops = np.zeros((2, start), np.int64)
         self.aside = np.zeros(start, np.bool)
@@ -572,8 +572,10 @@ class Survey:
         elsewhere: defaultdict[int, list[int]] = defaultdict(list)
         for number in nodes[sound & (parents > 0) & ~own].tolist():
             elsewhere[int(rows["session"][number])].append(number)
-        for number, (row, record) in sorted(self._records().items()):
+        for number, ((row, record), *others) in sorted(self._records().items()):
             self.sessions[number] = held = self._held(row, record)
+            for other in others:
+                self._compare(held, *other)
             self._set_aside_below(held)
             for node in elsewhere.get(number, ()):
                 self.parents[node] = self._on_path(held, int(rows["parent"][node]))
@@ -601,9 +603,9 @@ class Survey:
                 _, session, ordinal = rows[number].item()[:3]
                 self.wrong_ordinals.append(Problem(number, session, f"node {ordinal} is there twice, with other content"))
 
-    def _records(self) -> dict[int, tuple[int, codec.SessionRecord]]:
-        """The records of the sessions that are there, by their numbers, and where they are."""
-        found: dict[int, tuple[int, codec.SessionRecord]] = {}
+    def _records(self) -> dict[int, list[tuple[int, codec.SessionRecord]]]:
+        """The records of the sessions that are there, by their numbers, and where they are. The first of several counts."""
+        found: dict[int, list[tuple[int, codec.SessionRecord]]] = {}
         with self.reader() as read:
             for number in np.flatnonzero(self.rows["kind"] == codec.SESSION).tolist():
                 if number in self.gone:
@@ -614,18 +616,20 @@ class Survey:
                 except CorruptTree as error:
                     self.bad[number] = str(error)
                     continue
-                known = found.setdefault(record.session, (number, record))
-                if known[0] == number:
-                    continue
-                self.aside[number] = True
-                # A fork that was copied names the node that it begins with as the session has it that made it.
-                tips = record.tip is not None and known[1].tip is not None
-                same = known[1] == (record._replace(tip=known[1].tip) if tips else record)
-                self.repeated += same
-                if not same:
-                    what = f"{record.session_id!r} has the number of another session"
-                    self.wrong_ordinals.append(Problem(number, record.session, what))
+                found.setdefault(record.session, []).append((number, record))
         return found
+
+    def _compare(self, held: Held, number: int, record: codec.SessionRecord) -> None:
+        """Look at another record of a session, which compaction may have left: a fork may name its first node otherwise there."""
+        self.aside[number] = True
+        tips = (held.record.tip, record.tip)
+        same = held.record == record
+        if not same and None not in tips and held.record._replace(tip=record.tip) == record:
+            same = record.tip is not None and self.find(*record.tip) == held.tip
+        self.repeated += same
+        if not same:
+            what = f"{record.session_id!r} has the number of another session"
+            self.wrong_ordinals.append(Problem(number, record.session, what))
 
     def _held(self, number: int, record: codec.SessionRecord) -> Held:
         """A session. One that cannot be is bad, and nobody knows its root."""
@@ -741,7 +745,9 @@ class Survey:
         rules = {held.number: held.rules for held in known if held.rules is not None}
         path = segment_path(self.segments, part.segment, "seg")
         task = Task(path, self.keys.seed, rows, above, rules, bool(self.feature_files))
-        self._checks.do(numbers, task, lambda offset: self._tell(part.segment, offset))
+        if len(numbers):
+            self._checks.do(numbers, task, lambda offset: self._tell(part.segment, offset))
+        self._tell(part.segment)
 
     def _take(self, numbers: Numbers, checked: Checked) -> None:
         """Take in what was found of records."""

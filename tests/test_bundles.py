@@ -221,6 +221,7 @@ def test_twice_is_once_byte_by_byte(tmp_path: Path, durability: journal.Durabili
     everything(source)
     source.put_features(an_image(9), pixels(1))
     source.alias_media("cat", an_image(9), source.get("all").namespace)
+    source.get("all").pin(source.get("all").head("other").node)
     report = export_bundle(source, tmp_path / "bundle", features=True)
     with SessionStore.open(tmp_path / "store", durability=durability) as store:
         import_bundle(store, tmp_path / "bundle")

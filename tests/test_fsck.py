@@ -618,13 +618,13 @@ def test_a_sidecar_with_wrong_entries_is_misleading() -> None:
 def test_a_store_without_its_format_is_read_by_what_frames_say(tmp_path: Path) -> None:
     disk, expected, _ = damageable()
     sound = report_of(disk)
-    for how in ("gone", "empty", "other"):
+    for how in ("gone", "empty", "other", "short"):
         copy = disk.copy()
         data = copy.content("FORMAT")
         if how == "gone":
             copy.unlink(f"{AT}/FORMAT")
         else:
-            data[:] = b"" if how == "empty" else b"sessiontree log 9 whatever 00000000\n"
+            data[:] = {"empty": b"", "other": b"sessiontree log 9 whatever 00000000\n", "short": bytes(data[:-1])}[how]
         report = report_of(copy)
         assert [damage.path for damage in report.damaged] == ["FORMAT"]
         assert (report.nodes, report.records) == (sound.nodes, sound.records)

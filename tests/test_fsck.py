@@ -618,13 +618,13 @@ def test_a_sidecar_with_wrong_entries_is_misleading() -> None:
 def test_a_store_without_its_format_is_read_by_what_frames_say(tmp_path: Path) -> None:
     disk, expected, _ = damageable()
     sound = report_of(disk)
-    for how in ("gone", "empty", "other"):
+    for how in ("gone", "empty", "other", "short"):
         copy = disk.copy()
         data = copy.content("FORMAT")
         if how == "gone":
             copy.unlink(f"{AT}/FORMAT")
         else:
-            data[:] = b"" if how == "empty" else b"sessiontree log 9 whatever 00000000\n"
+            data[:] = {"empty": b"", "other": b"sessiontree log 9 whatever 00000000\n", "short": bytes(data[:-1])}[how]
         report = report_of(copy)
         assert [damage.path for damage in report.damaged] == ["FORMAT"]
         assert (report.nodes, report.records) == (sound.nodes, sound.records)
@@ -1274,6 +1274,7 @@ def test_stats_of_a_tree_that_is_known() -> None:
     assert [(each.leaves, each.depth) for each in found.sessions] == [(8, 2), (1, 3)] and found.path_tokens == 880 + 115
     found = _stats_of(damaged_in(disk, leaves[2]))
     assert [(each.leaves, each.nodes) for each in found.sessions] == [(7, 8), (0, 0)] and found.tokens == 170
+    assert sum(found.bytes.values()) == sum(len(data) for path, data in files_of(disk).items() if not path.endswith("FORMAT"))
     empty = Disk()
     with open_on(empty):
         pass
@@ -1306,6 +1307,10 @@ def pruned(store: SessionStore) -> None:
     text.pin(text.root)
     text.drop(side)  # which the fork shares
     kept.append(side, [4])
+    inner = text.append(text.root, [8] * 10)
+    for number in range(3):
+        text.append(text.append(inner, [number]), [9])
+    text.drop(inner)
     gone = text_session(store, "gone")
     store.fork(gone, gone.append(gone.root, [5] * 10), "of one that is gone")
     gone.set_head("main", gone.root)

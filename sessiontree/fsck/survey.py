@@ -338,7 +338,7 @@ class Survey:
             keys = read_format(self.system, self.path)
         except (IncompatibleStore, CorruptTree) as error:
             body, _, crc = (read_file(self.system, self.path + "/FORMAT") or b"").rstrip(b"\n").rpartition(b" ")
-            if crc == b"%08x" % crc32(body):  # that of something else, and sound
+            if isinstance(error, IncompatibleStore) and crc == b"%08x" % crc32(body):  # that of something else, and sound
                 raise
             self.files_damaged["FORMAT"] = str(error)
         if keys is None:

@@ -688,8 +688,20 @@ class Journal:
         """Record that a node, which rests on ``waiting``, is pinned or no longer. Waits for it where changes are waited for."""
         self._record(codec.PinRecord(number, ordinal, node_id, pinned), waiting)
 
-    def drop(self, number: int, ordinals: Sequence[int], waiting: int = 0) -> None:
-        """Record that a session no longer shows some nodes and what is below them; [0]: that it is gone itself. Waits likewise."""
+    def drop(
+        self,
+        number: int,
+        ordinals: Sequence[int],
+        waiting: int = 0,
+        told: Sequence[object] = (None,),
+        expected: object = None,
+    ) -> None:
+        """Record that a session no longer shows some nodes and what is below them; [0]: that it is gone itself. Waits likewise.
+
+        ``told``: holds ``expected`` for as long as nothing else is recorded. Raises Overtaken.
+        """
+        if self._dropping._is_owned():  # see create
+            raise Unsupported("nothing is dropped by a signal handler that comes in while its thread makes or opens a session")
         record = codec.DropRecord(number, tuple(sorted(set(ordinals))))
         try:
             with self._dropping:
@@ -697,7 +709,7 @@ class Journal:
                 try:
                     if 0 in ordinals:
                         self._gone.add(number)
-                    taken = self._enqueue(record, waiting)
+                    taken = self._enqueue(record, waiting, told, expected)
                 except SessionTreeError:
                     raise
                 except BaseException:  # an interrupt: nobody knows whether it was taken, so it is told again
@@ -734,9 +746,9 @@ class Journal:
         if self.waits:
             self._log.wait(taken)
 
-    def _enqueue(self, record: codec.Record, waiting: int) -> int:
+    def _enqueue(self, record: codec.Record, waiting: int, told: Sequence[object] = (None,), expected: object = None) -> int:
         self.check_writable()
-        return self._log.enqueue(_with_prefixes([codec.encode(record)]), waiting)
+        return self._log.enqueue(_with_prefixes([codec.encode(record)]), waiting, told, expected)
 
     def opened(self, number: int) -> int:
         """Record that a session is opened to be written to: which opening of the store that is, counted from 1."""

@@ -563,8 +563,7 @@ class Session:
 
     def _set_pin(self, node: Node | bytes, *, pinned: bool) -> None:
         journal = self._store._journal
-        if journal is not None:
-            self._check_may_wait(journal, always=False)
+        self._check_alone(journal is not None and journal.waits)
         with self._lock:
             self._check_open()
             if journal is not None:
@@ -594,8 +593,11 @@ class Session:
             self._doubtful = False
             raise
 
-    def _check_may_wait(self, journal: Journal, *, always: bool) -> None:
-        if (always or journal.waits) and journal.leading:
+    def _check_alone(self, waits: bool) -> None:
+        """Raises Unsupported in a signal handler or finalizer that comes in where it would undo what is being done."""
+        if self._lock._is_owned():
+            raise Unsupported(f"nothing is pinned or dropped in the middle of another operation on session {self.id!r}")
+        if waits and self._store._journal is not None and self._store._journal.leading:
             raise Unsupported("a signal handler that comes in while its thread is writing to the disk cannot wait for the disk")
 
     def drop(self, *nodes: Node | bytes) -> None:
@@ -622,6 +624,8 @@ class Session:
             )
 
     def _drop_in_memory(self, doomed: Callable[[SessionTree], list[Node]]) -> None:
+        self._check_alone(waits=False)
+
         def drop(tree: SessionTree) -> tuple[SessionTree, None]:
             self._dropped = True
             roots = doomed(tree)
@@ -631,16 +635,20 @@ class Session:
 
     def _drop_durably(self, journal: Journal, doomed: Callable[[SessionTree], list[int]]) -> None:
         """``doomed``: given all there is, which is on disk, the ordinals of what is to go."""
-        self._check_may_wait(journal, always=True)
+        self._check_alone(waits=True)
         with self._lock:
-            self._check_open()
-            journal.flush()
-            self._catch_up(journal)
-            ordinals, number = doomed(self._written), self._number
-            if not ordinals or number is None:
-                return
-            self._dropped = True
-            self._recorded(lambda: journal.drop(number, ordinals, self._waiting))
+            while True:
+                self._check_open()
+                journal.flush()
+                self._catch_up(journal)
+                tree, number = self._told[0], self._number
+                ordinals = doomed(tree)
+                if not ordinals or number is None:
+                    return
+                self._dropped = True
+                with suppress(Overtaken):  # a signal handler did something: perhaps it moved a head there
+                    self._recorded(lambda: journal.drop(number, ordinals, self._waiting, self._told, tree))  # noqa: B023
+                    break
             journal.flush()
             self._reload(journal)
             self._used = True
@@ -999,10 +1007,11 @@ class SessionStore:
         Raises UnknownSession; NodeHeld where it has a pin or an open draft.
         """
         journal = self._journal
+        if self._opening._is_owned():
+            raise Unsupported("no session is dropped in the middle of opening one")
         with self._opening:
             session = self.get(session_id)
-            if journal is not None:
-                session._check_may_wait(journal, always=False)
+            session._check_alone(journal is not None and journal.waits)
             with session._lock:
                 if journal is not None:
                     session._catch_up(journal)

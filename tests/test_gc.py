@@ -1575,16 +1575,19 @@ def test_an_interrupt_anywhere_in_drop_and_pin(durability: Durability, what: str
 
 # --- killed ------------------------------------------------------------------------------------------------------------------
 KILLED = """
-import random, sys, threading
+import os, random, sys, threading
 from sessiontree import SessionStore
 store = SessionStore.open(sys.argv[1], durability=sys.argv[2])
 rng = random.Random(int(sys.argv[3]))
 sessions = [store.get(f"s{n}") if f"s{n}" in store.sessions() else store.create(f"s{n}", scheme="text@hf5") for n in range(2)]
 sessions.append(store.fork(sessions[0], rng.choice(list(sessions[0].tree)), f"fork {sys.argv[3]}"))
 
+def tell(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # at once: there are two threads
+
 def collect():
     while True:
-        print("gc", "", store.gc().nodes_after, flush=True)
+        tell("gc", store.gc().nodes_after)
 
 threading.Thread(target=collect, daemon=True).start()
 mine = []
@@ -1597,12 +1600,12 @@ while True:
     if number % 3 == 0:
         session.set_head("main", node)
     store.flush()
-    print(session.id, node.id.hex(), "made", flush=True)
+    tell(session.id, node.id.hex(), "made")
     mine.append((session, node.id))
     if number % 4 == 0:
         session, node = mine.pop(rng.randrange(len(mine)))
         if not session.children(node) and session.head("main").node.id != node if "main" in session.heads else False:
-            print(session.id, node.hex(), "dropped", flush=True)
+            tell(session.id, node.hex(), "dropped")
             session.drop(node)
 """
 

@@ -162,6 +162,7 @@ class Entry(NamedTuple):
 # Every field behind the byte that is its type in msgpack: an array of 8, uint32, bin8, uint64.
 _WRITE: Final = Struct(">BBBBIBIBIBB32sBQ")
 _READ: Final = Struct(">3BxIxIxIxx32sxQ")
+_PLACE: Final = Struct(">IBIBI")  # of session, ordinal and parent, behind four bytes
 _ARRAY: Final = 0x98
 _UINT32: Final = 0xCE
 _BIN8: Final = 0xC4
@@ -249,8 +250,21 @@ def node_parts(session: int, ordinal: int, parent: int, node: Node) -> bytes | t
         data = extent.buffer[(start - origin) * TOKEN_BYTES : (node.stop - origin) * TOKEN_BYTES]
     else:
         data = extent.read_bytes(start, node.stop)
-    content = (data, node.media, node.origin, node.role or "", node.key)
-    return _encode_node(session, ordinal, parent, node.id, *content, node.runs, node.state, node.replayed, node._details)
+    return _encode_node(
+        session,
+        ordinal,
+        parent,
+        node.id,
+        data,
+        node.media,
+        node.origin,
+        node.role or "",
+        node.key,
+        node.runs,
+        node.state,
+        node.replayed,
+        node._details,
+    )
 
 
 def _encode_node(
@@ -390,6 +404,11 @@ def entry_of(data: bytes) -> Entry:
     return _as_entry((kind, session, ordinal, parent, identity, key))
 
 
+def renumbered(data: bytes, session: int, ordinal: int, parent: int) -> bytes:
+    """The record of a node as that of another place; nothing else of it is read or changed."""
+    return data[:4] + _PLACE.pack(session, _UINT32, ordinal, _UINT32, parent) + data[4 + _PLACE.size :]
+
+
 def decode(data: bytes, limit: int = MAX_RECORD_BYTES) -> Record:
     """The record of some bytes. Raises CorruptTree for anything else than what :func:`encode` gives, or more than ``limit`` bytes;
     IncompatibleStore for a newer version."""
@@ -410,6 +429,11 @@ def contents_of(data: bytes) -> list[tuple[Any, ...]]:
     """The contents of the media that a node's record names, as their features are kept by. What it says is not checked further."""
     items = _unpacked(data[_READ.size :])[7]
     return [_item(item).content() for item in items]
+
+
+def decode_again(data: bytes) -> Record:
+    """The record of bytes that :func:`decode` has taken before."""
+    return _READERS[data[1]](entry_of(data), _unpacked(data[_READ.size :]))
 
 
 def _named(entry: Entry) -> str:
@@ -901,13 +925,19 @@ def check_root(record: SessionRecord) -> None:
         _wrong(f"root {record.root_id[:4].hex()} of session {record.session_id!r} holds the content of {computed[:4].hex()}")
 
 
+def id_below(record: NodeRecord, parent_id: bytes) -> bytes:
+    """The id of a node's content under the parent of this id."""
+    table = (record.runs, record.state) if is_external(record.runs) else None
+    media = tuple(item.fields() for item in record.media) if record.media else ()
+    head = content_prefix(record.origin, record.role, record.key, media, table)
+    return node_id(parent_id, head, record.data)
+
+
 def check_digest(record: NodeRecord, parent_id: bytes) -> None:
     """Whether a node's id is that of its content under the parent of this id. Raises CorruptTree."""
-    table = (record.runs, record.state) if is_external(record.runs) else None
-    head = content_prefix(record.origin, record.role, record.key, tuple(item.fields() for item in record.media), table)
-    computed = node_id(parent_id, head, record.data)
+    computed = id_below(record, parent_id)
     if computed != record.id:
-        _wrong(f"node {record.id[:4].hex()} holds the content of {computed[:4].hex()}")
+        _wrong(f"{_node(record)} holds the content of {computed[:4].hex()}")
 
 
 def check_positions(record: NodeRecord, parent_stop: int, scheme: PositionScheme) -> None:
@@ -916,19 +946,22 @@ def check_positions(record: NodeRecord, parent_stop: int, scheme: PositionScheme
     Not whether the rule gives these: no rule is applied again.
     """
     count = len(record.data) // TOKEN_BYTES
-    where = f"node {record.id[:4].hex()}"
-    initial = scheme.initial_state()
+    kind = float if scheme.floats else int
     for runs, state in ((record.runs, record.state), *(() if record.replayed is None else (record.replayed,))):
-        if state.num_tokens != parent_stop + count:
-            _wrong(f"{where} has a state of {state.num_tokens} tokens and ends after {parent_stop + count}")
+        num_tokens, after, top, _, carried = state
+        if num_tokens != parent_stop + count:
+            _wrong(f"{_node(record)} has a state of {num_tokens} tokens and ends after {parent_stop + count}")
         check_runs(runs, count, scheme.num_axes)
-        if {type(state.next_position), type(state.max_position)} != {float if scheme.floats else int}:
-            _wrong(f"{where}: positions of {scheme.name} are no such numbers")
-        if len(state.carried) not in scheme.carries:
-            _wrong(f"{where} carries {len(state.carried)} numbers, {scheme.name} {' or '.join(map(str, scheme.carries))}")
-        known = initial.carried or (0,) * len(state.carried)
-        for number, first in zip(state.carried, known, strict=True):
+        if type(after) is not kind or type(top) is not kind:
+            _wrong(f"{_node(record)}: positions of {scheme.name} are no such numbers")
+        if len(carried) not in scheme.carries:
+            _wrong(f"{_node(record)} carries {len(carried)} numbers, {scheme.name} {' or '.join(map(str, scheme.carries))}")
+        for number, first in zip(carried, scheme.initial_state().carried or (0,) * len(carried), strict=True) if carried else ():
             if type(number) is not type(first) and not (first is None and type(number) is float):
-                _wrong(f"{where} carries other numbers than {scheme.name}")
+                _wrong(f"{_node(record)} carries other numbers than {scheme.name}")
             if type(number) is int and number < 0:
-                _wrong(f"{where} carries a count of {number}")
+                _wrong(f"{_node(record)} carries a count of {number}")
+
+
+def _node(record: NodeRecord) -> str:
+    return f"node {record.id[:4].hex()}"

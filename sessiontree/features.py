@@ -280,6 +280,22 @@ class FeatureStore:
         except SessionTreeError as error:
             raise error.with_traceback(None) from None  # whoever keeps the error is to hold no features by its frames
 
+    def take(self, item: MediaItem, arrays: Mapping[str, FeatureArray]) -> None:
+        """Keep arrays that nobody else has, as :meth:`put` does; where there are files, they are enough."""
+        content = _content(item)
+        if self.files is not None:
+            self.files.put(content, arrays)
+        if self.files is None or item in self:
+            self._put(item, content, dict(arrays))
+
+    def kept(self, item: MediaItem) -> Mapping[str, FeatureArray] | None:
+        """The arrays of an item's content by name, as they lie in files where there are any."""
+        content = _content(item)
+        if self.files is not None:
+            return self.files.get(content)
+        found = self.get(item)
+        return None if found is None else found._arrays
+
     def _put(self, item: MediaItem, content: tuple[Any, ...], arrays: dict[str, FeatureArray]) -> Features:
         evicted: list[Features] = []
         spared: set[tuple[Any, ...]] = set()

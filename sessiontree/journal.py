@@ -18,14 +18,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from struct import Struct
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sessiontree import codec
-from sessiontree.backends.base import Durability, Lease, Log, Overtaken, WriteLost
+from sessiontree.backends.base import CompactLog, Durability, Lease, Log, Overtaken, WriteLost
 from sessiontree.backends.segment_log import SegmentLog
 from sessiontree.digest import ID_BYTES
 from sessiontree.errors import CorruptTree, IncompatibleStore, SessionTreeError, StoreFailed, Unsupported
@@ -237,6 +237,9 @@ class SessionNodes:
         content = (record.id, record.data, record.media, record.origin, record.role, record.key)
         return Stored(Turn(*content, record.runs, record.state, record.replayed), record.details)
 
+    def raw(self, ordinal: int) -> bytes:
+        return self._log.read(self._columns.entries[self._place(ordinal)])
+
     def parent_of(self, ordinal: int) -> int:
         return int(self._columns.parents[self._place(ordinal)])
 
@@ -303,6 +306,7 @@ class Journal:
         self._strict = strict
         self.follows = log.read_only
         self.waits = log.durability == "commit"
+        self._sound = not log.damaged
         self._log = log
         self._features = features
         self._paths = paths
@@ -428,9 +432,10 @@ class Journal:
         self._log.close()
 
     @property
-    def log(self) -> Log:
-        """Where the records are."""
-        return self._log
+    def log(self) -> CompactLog:
+        """Where the records are, of a journal that can be written to."""
+        self.check_writable()
+        return cast(CompactLog, self._log)
 
     @property
     def last_opening(self) -> codec.OpenedRecord:
@@ -533,6 +538,12 @@ class Journal:
             if listed.get(number, "") is not None and not self._is_gone(columns, number):
                 found[number] = session_id
         return tuple(dict.fromkeys(found[number] for number in sorted(found)))
+
+    def tip_of(self, number: int) -> tuple[int, int] | None:
+        """Of a stored fork: the number of the session it was made from, and the ordinal of the node it was made at."""
+        columns = self.columns()
+        places = columns.places(codec.SESSION, number)
+        return self._session(columns, places[0]).tip if len(places) else None
 
     def tree(self, number: int) -> tuple[SessionTree, dict[bytes, int]]:
         """The tree of a stored session, as it is now, and its pins: ordinals by id. Nodes are read when they are asked for."""
@@ -782,6 +793,12 @@ class Journal:
             raise CorruptTree(f"the record of alias {alias!r} is that of something else")
         return record.identity
 
+    def aliases(self) -> dict[tuple[Namespace, str], bytes | None]:
+        """What each stored alias names; None: nothing any more."""
+        columns = self.columns()
+        records = (codec.decode(self._log.read(columns.entries[place])) for place in columns.places(codec.ALIAS))
+        return {(each.namespace, each.alias): each.identity for each in records if isinstance(each, codec.AliasRecord)}
+
     def check_writable(self) -> None:
         """Raises Unsupported where it is only read, CorruptTree where damage was found."""
         if self.read_only:
@@ -795,12 +812,19 @@ class Journal:
         ``waiting``: what was to be waited for before; ``told``: holds ``before`` for as long as nothing else is recorded. Raises
         WriteLost where what was before was lost, Overtaken, StoreFailed.
         """
-        self.check_writable()
+        try:
+            return self._changed(number, before, after, waiting, told)
+        except StoreFailed:
+            self.check_writable()  # which says so where it is only read
+            raise
+
+    def _changed(self, number: int, before: SessionTree, after: SessionTree, waiting: int, told: Sequence[object]) -> int:
+        if not self._sound:
+            self.check_writable()
         if after._heads is before._heads and after._count - before._count == 1:  # by far the commonest case
             index, ordinal = after._index, before._count
             node = index.nodes[ordinal - index.base_count]
-            assert node.parent is not None
-            parent = index.find_ordinal(node.parent, ordinal)
+            parent = index.find_ordinal(node.parent, ordinal)  # type: ignore[arg-type]  # none is a root
             assert parent is not None
             key = 0 if node.key is None else codec.key_digest(node.key)
             prefix = _PREFIX.pack(codec.NODE, number, ordinal, parent, node.id, key)

@@ -495,6 +495,20 @@ class Session:
         source = self._tree._resolve(node)
         return self._planned(plan_prefix(source, source.stop - in_range(count, source.stop, "count", source)), source.stop)
 
+    def _take(self, turns: Sequence[tuple[bytes, Turn, Details]]) -> int:
+        """Make nodes of turns as they are, each under the node of an id, all of them or none: how many were not there.
+
+        Nothing that stands in a turn is checked. Raises UnknownNode, KeyTaken, LimitExceeded.
+        """
+
+        def attach(tree: SessionTree) -> tuple[SessionTree, int]:
+            before = len(tree)
+            for parent, turn, details in turns:
+                tree, _ = tree._attach(tree.node(parent), turn, details, reserved=0)
+            return tree, len(tree) - before
+
+        return self._swap(attach)
+
     def _planned(self, plan: Plan, was: int) -> Node:
         # Planned before the lock is taken, as long as that takes and whatever code of a caller's it runs.
         def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
@@ -856,16 +870,25 @@ class SessionStore:
         if not isinstance(session, Session):
             raise TypeError(f"a Session is forked, not {type(session).__name__}")
         while True:
-            tip = None
             drops = 0 if self._journal is None else self._journal.drops
             tree = session._tree
             source = tree._resolve(node)
-            if session._number is not None and session._store is self and not session._closed:  # else it may lack what was dropped
-                ordinal = tree._index.find_ordinal(source, tree._count)
-                assert ordinal is not None
-                tip = session._number, ordinal
             with suppress(Overtaken):  # something was dropped: perhaps this node
-                return self._open(new_session_id, tree.forked(source), tip, drops)
+                return self._fork(session, tree, source, new_session_id, tree.forked(source), drops)
+
+    def _fork(
+        self, session: Session, tree: SessionTree, source: Node, new_session_id: str, forked: SessionTree, drops: int
+    ) -> Session:
+        """A session of ``forked``, which lies over the path of ``source``, a node of the session's ``tree``.
+
+        ``drops``: how many there had been in the journal when that was found. Raises Overtaken where there are more by now.
+        """
+        tip = None
+        if session._number is not None and session._store is self and not session._closed:  # else it may lack what was dropped
+            ordinal = tree._index.find_ordinal(source, tree._count)
+            assert ordinal is not None
+            tip = session._number, ordinal
+        return self._open(new_session_id, forked, tip, drops)
 
     def _open(self, session_id: str, tree: SessionTree, tip: tuple[int, int] | None = None, drops: int = 0) -> Session:
         session_id = checked_text(session_id, "a session id")
@@ -921,6 +944,20 @@ class SessionStore:
             with self._lock:
                 self._sessions[session_id] = session
         return session
+
+    def _view_of(self, session_id: str) -> tuple[SessionTree, Mapping[bytes, int]] | None:
+        """A session's tree and pins as they are now, without opening the session; None where there is none."""
+        with self._lock:
+            self._check_open()
+            found = self._sessions.get(session_id)
+        journal = self._journal
+        if journal is None or (found is not None and not journal.follows):
+            return None if found is None else (found.tree, found._pins)
+        number = journal.number_of(session_id)
+        if number is None:
+            return None
+        tree, pins = journal.tree(number)
+        return tree._read_only(), pins
 
     def get(self, session_id: str, *, scheme: PositionScheme | str | None = None, model_fingerprint: str | None = None) -> Session:
         """The session of this id: the open one, or from the disk.

@@ -52,6 +52,9 @@ class NodeSource(Protocol):
     def read(self, ordinal: int, parent: Node) -> Stored:
         """Its record, checked to be that of a child of ``parent``. Raises CorruptTree."""
 
+    def raw(self, ordinal: int) -> bytes:
+        """Its record as it lies there, its checksum checked and nothing else. Raises CorruptTree."""
+
     def parent_of(self, ordinal: int) -> int: ...
 
     def children_of(self, ordinal: int) -> Sequence[int]:

@@ -420,9 +420,13 @@ class SessionTree(Sealed):
         a fork drops none of them. To go on from all of them, see :meth:`linearize`.
         """
         node = self._resolve(node)
-        index = NodeIndex(self.root, self.limits, tip=node, tip_source=self._index)
-        for result in query.sibling_results(node, self._children):
-            index.add(result)
+        return self._over_path(node, self.limits, query.sibling_results(node, self._children))
+
+    def _over_path(self, tip: Node, limits: Limits, beside: Iterable[Node] = ()) -> SessionTree:
+        """A tree over the path of one of this tree's nodes. ``beside``: children of that path, which come along."""
+        index = NodeIndex(self.root, limits, tip=tip, tip_source=self._index)
+        for node in beside:
+            index.add(node)
         return _value(index, index.count, pmap(), 0, True)
 
     def linearize(self, results: Sequence[Node | bytes]) -> tuple[SessionTree, Node]:

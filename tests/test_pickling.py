@@ -755,7 +755,7 @@ def test_a_parent_that_is_not_there(parent: int) -> None:
     with pytest.raises(CorruptTree):
         forged(_tree, constants, root, [*records[:-1], records[-1]._replace(parent=parent)], heads, moves)
     with pytest.raises(CorruptTree):
-        forged(_tree, constants, root, records, {"main": (parent + 5, 1)}, moves)
+        forged(_tree, constants, root, records, {"main": (parent + 5, 1, False)}, moves)
 
 
 STORED_POSITIONS: Final[dict[str, Callable[[Any], Any]]] = {

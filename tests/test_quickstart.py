@@ -68,7 +68,7 @@ def what_it_left(path: Path) -> dict[str, tuple[bytes, list[int]]]:
         return {name: (node.id, node.input_ids().tolist()) for name, node in store.get("quickstart").heads.items()}
 
 
-@pytest.mark.parametrize("feeds", [2, 11])
+@pytest.mark.parametrize("feeds", [2, pytest.param(11, marks=pytest.mark.soak)])
 def test_quickstart_killed_half_way_goes_on_with_the_same_outputs(
     request: pytest.FixtureRequest, tmp_path: Path, feeds: int
 ) -> None:

@@ -18,6 +18,7 @@ from itertools import islice
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -1154,6 +1155,7 @@ class RandomOperations:
         self.session.set_head(self.rng.choice(HEAD_NAMES), node)
 
 
+@pytest.mark.soak  # test_cases_tree.py has as many of the row, without forks
 def test_c35_ten_thousand_random_operations_change_no_older_node() -> None:
     with SessionStore.in_memory() as store:
         run = RandomOperations(35, store)

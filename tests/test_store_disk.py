@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tracemalloc
@@ -61,6 +62,7 @@ from sessiontree import (
     stored,
 )
 from sessiontree.backends import blobs, segment_log
+from sessiontree.bundles import export_bundle, import_bundle
 from sessiontree.journal import Durability, prefix_of
 from tests import toy
 from tests.disk import Disk
@@ -1869,6 +1871,8 @@ class DiskMachine(RuleBasedStateMachine):
         self.made = 0
         self.readers: list[tuple[SessionStore, int]] = []
         self.stale: dict[tuple[str, str], Head] = {}
+        self.folder = Path(tempfile.mkdtemp())
+        self.exported: list[Path] = []
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(segment_log, "_POLL", (3600.0, 3600.0))  # the background thread works when it is told to
 
@@ -1884,6 +1888,7 @@ class DiskMachine(RuleBasedStateMachine):
         for store in (*(reader for reader, _ in self.readers), self.store, self.twin):
             let_go(store)
         self.patch.undo()
+        shutil.rmtree(self.folder)
 
     # What both do
 
@@ -2009,7 +2014,25 @@ class DiskMachine(RuleBasedStateMachine):
         node = self.node(name, number)
         self.both(lambda store: store.get(name).replace(node, tokens, head=head))
 
+    @precondition(lambda self: self.exported)
+    @rule(which=PICK)
+    def take(self, which: int) -> None:
+        """What was exported comes back: after a crash, also what was lost in it."""
+        path = self.exported[-1 - which % len(self.exported)]
+        self.both(lambda store: import_bundle(store, path))
+        self.store.flush()
+        self.durable = len(self.states) - 1
+
     # What only the disk does
+
+    @rule()
+    def export(self) -> None:
+        one, two = (self.folder / f"{len(self.exported)} {name}" for name in ("disk", "memory"))
+        export_bundle(self.store, one)
+        export_bundle(self.twin, two)
+        assert one.read_bytes() == two.read_bytes()
+        self.exported.append(one)
+        self.durable = len(self.states) - 1
 
     @rule(where=PICK)
     def close_session(self, where: int) -> None:

@@ -92,6 +92,12 @@ class Log(Protocol):
     def lease(self) -> Lease:
         """What keeps the entries readable that there are now: hold it with them."""
 
+    def close(self) -> None: ...
+
+
+class CompactLog(Log, Protocol):
+    """A log that can be made to hold part of what it holds."""
+
     def cut(self) -> tuple[NDArray[Any], Any]:
         """Begin anew behind all there is: the entries so far, and the place to give to ``begin_at``."""
 
@@ -112,5 +118,3 @@ class Log(Protocol):
 
     def sweep(self) -> bool:
         """Whether all that was forgotten is gone by now."""
-
-    def close(self) -> None: ...

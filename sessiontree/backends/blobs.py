@@ -11,6 +11,8 @@ from __future__ import annotations
 import glob
 import itertools
 import os
+import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from hashlib import sha256
@@ -73,7 +75,7 @@ class FeatureFolder:
                 with suppress(FileExistsError):
                     os.mkdir(each)
             with open(temporary, "wb", buffering=0) as file:
-                for chunk in _encoded(name, arrays):
+                for chunk in encoded_arrays(name, arrays):
                     _write(file, chunk)
                 os.fsync(file.fileno())
             os.rename(temporary, name)
@@ -97,25 +99,7 @@ class FeatureFolder:
         except FileNotFoundError:
             return None
         with file:
-            size = os.fstat(file.fileno()).st_size
-            digest = _started(name)
-
-            def read(count: int) -> bytes:
-                data = file.read(count)
-                if len(data) != count:
-                    raise CorruptTree(f"features in {name} end after {file.tell()} of {size} bytes", path=name)
-                digest.update(data)
-                return data
-
-            start = read(len(_MAGIC) + 4)
-            length = int.from_bytes(start[len(_MAGIC) :], "little")
-            if start[: len(_MAGIC)] != _MAGIC or length > min(size, _MOST_HEADER):
-                raise CorruptTree(f"{name} is no file of features", path=name)
-            described = _described(read(length), size, name)
-            arrays = {each: FeatureArray(kind, dtype, shape, read(count)) for each, kind, dtype, shape, count in described}
-            if file.read(_DIGEST + 1) != digest.digest():
-                raise CorruptTree(f"features in {name} are damaged", path=name)
-        return arrays
+            return read_arrays(name, file, os.fstat(file.fileno()).st_size)
 
     def drop(self, content: tuple[Any, ...]) -> None:
         """Forget what is kept of a content, if there is anything."""
@@ -168,8 +152,80 @@ class FeatureFolder:
         return folder, os.path.join(folder, text)
 
 
+class _Reader:
+    """Reads one file from its beginning to its end. Every step raises CorruptTree where the file is not what it says."""
+
+    def __init__(self, name: str, file: Any, size: int) -> None:
+        self._file = file
+        self._name = name
+        self._size = size
+        self._digest = _started(name)
+
+    def read(self, count: int) -> bytes:
+        data: bytes = self._file.read(count)
+        if len(data) != count:
+            raise CorruptTree(f"features in {self._name} end after {self._file.tell()} of {self._size} bytes", path=self._name)
+        self._digest.update(data)
+        return data
+
+    def header(self) -> list[tuple[str, str, np.dtype[Any], tuple[int, ...], int]]:
+        start = self.read(len(_MAGIC) + 4)
+        length = int.from_bytes(start[len(_MAGIC) :], "little")
+        if start[: len(_MAGIC)] != _MAGIC or length > min(self._size, _MOST_HEADER):
+            raise CorruptTree(f"{self._name} is no file of features", path=self._name)
+        return _described(self.read(length), self._size, self._name)
+
+    def end(self) -> None:
+        if self._file.read(_DIGEST + 1) != self._digest.digest():
+            raise CorruptTree(f"features in {self._name} are damaged", path=self._name)
+
+
+def check_file(name: str) -> None:
+    """Read a file of features to its end, holding a chunk at a time. Raises CorruptTree where it is damaged."""
+    with open(name, "rb") as file:
+        reader = _Reader(name, file, os.fstat(file.fileno()).st_size)
+        for *_, count in reader.header():
+            for start in range(0, count, _CHUNK):
+                reader.read(min(_CHUNK, count - start))
+        reader.end()
+
+
+def copy_file(name: str, new: str) -> None:
+    """A copy of a file in another folder of features, which is made if it is not there; on disk when this returns."""
+    folder = os.path.dirname(new)
+    os.makedirs(folder, exist_ok=True)
+    shutil.copyfile(name, new + ".tmp")
+    fd = os.open(new + ".tmp", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.rename(new + ".tmp", new)
+    for _ in range(3):  # its folder, that of all features, the store's
+        _sync_folder(folder)
+        folder = os.path.dirname(folder)
+
+
+def files_in(path: str) -> list[tuple[str, int]]:
+    """Every file below a folder, and how many bytes it has."""
+    return [
+        (name, os.path.getsize(name)) for where, _, names in os.walk(path) for name in sorted(os.path.join(where, n) for n in names)
+    ]
+
+
+def is_place(name: str) -> bool:
+    """Whether a file has the name and the folder that some content's has; a writer that was killed leaves others."""
+    folder, base = os.path.split(name)
+    return re.fullmatch("[0-9a-f]{64}", base) is not None and os.path.basename(folder) == base[:2]
+
+
+def content_digest(content: tuple[Any, ...]) -> bytes:
+    """What the file of a content is named after."""
+    return sha256(pack(content)).digest()
+
+
 def file_name(content: tuple[Any, ...]) -> str:
-    return sha256(pack(content)).hexdigest()
+    return content_digest(content).hex()
 
 
 def _started(name: str) -> Any:
@@ -177,7 +233,19 @@ def _started(name: str) -> Any:
     return sha256(os.path.basename(name).encode())
 
 
-def _encoded(name: str, arrays: Mapping[str, FeatureArray]) -> Iterator[bytes | memoryview]:
+def read_arrays(name: str, file: Any, size: int) -> dict[str, FeatureArray]:
+    """The arrays of a file: ``read`` and ``tell`` are all that is asked of it. ``size``: the most bytes that are there.
+
+    Raises CorruptTree for what :func:`encoded_arrays` does not give under that name.
+    """
+    reader = _Reader(name, file, size)
+    arrays = {each: FeatureArray(kind, dtype, shape, reader.read(count)) for each, kind, dtype, shape, count in reader.header()}
+    reader.end()
+    return arrays
+
+
+def encoded_arrays(name: str, arrays: Mapping[str, FeatureArray]) -> Iterator[bytes | memoryview]:
+    """The bytes of a file of this name, in pieces; the last part of its path is what they are bound to."""
     header = pack([[each, blob.name, blob.dtype.str, blob.shape, len(blob.data)] for each, blob in arrays.items()])
     digest = _started(name)
     for piece in (_MAGIC + len(header).to_bytes(4, "little") + header, *(blob.data for blob in arrays.values())):

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sessiontree.backends.system import System
-from sessiontree.errors import IncompatibleStore
+from sessiontree.errors import CorruptTree, IncompatibleStore
 
 try:  # the same CRC-32, nine times as fast
     from isal import isal_zlib as zlib
@@ -142,7 +142,10 @@ class Keys(NamedTuple):
 
     @classmethod
     def of(cls, store: bytes) -> Keys:
-        seed = crc32(store)
+        return cls.of_seed(crc32(store))
+
+    @classmethod
+    def of_seed(cls, seed: int) -> Keys:
         return cls(seed, crc32(b"record", seed))
 
 
@@ -271,6 +274,34 @@ def read_file(system: System, path: str) -> bytes | None:
         return Window(system, fd).get(0, system.size(fd))
     finally:
         system.close(fd)
+
+
+def read_format(system: System, path: str) -> Keys | None:
+    """The keys of the store in a directory; None without a FORMAT. Raises IncompatibleStore, CorruptTree."""
+    data = read_file(system, path + "/FORMAT")
+    if data is None:
+        return None
+    words = data.split()
+    if words[:2] != [b"sessiontree", b"log"] or len(words) < 3:
+        raise IncompatibleStore(f"{path}/FORMAT is not that of a log")
+    if words[2] != b"%d" % VERSION:
+        raise IncompatibleStore(f"{path} has format {words[2].decode(errors='replace')}; this reads {VERSION}")
+    body, _, crc = data.rstrip(b"\n").rpartition(b" ")
+    if len(words) != 5 or crc != b"%08x" % crc32(body) or not data.endswith(b"\n"):
+        raise CorruptTree(f"{path}/FORMAT does not match its checksum")
+    return Keys.of(words[3])
+
+
+def read_base(system: System, path: str, keys: Keys) -> Base:
+    """Where the log in a directory begins. Raises CorruptTree."""
+    data = read_file(system, path + "/BASE")
+    if data is None:
+        return NO_BASE
+    body, _, crc = data.rstrip(b"\n").rpartition(b" ")
+    words = body.split()
+    if crc != b"%08x" % crc32(body, keys.seed) or words[:2] != [b"sessiontree", b"base"] or len(words) != 6:
+        raise CorruptTree(f"{path}/BASE does not match its checksum")
+    return Base(*map(int, words[2:]))
 
 
 def write_new(system: System, path: str, data: bytes, *, sync: bool) -> None:

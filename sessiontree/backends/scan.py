@@ -56,6 +56,7 @@ class Scan:
         self.torn = 0  # bytes after the last frame that are no frame
         self.sealed = False  # nothing may be appended to the last segment
         self.damaged: list[tuple[int, int, int]] = []
+        self.reasons: list[str] = []  # of each
         self.tail: deque[End] = deque()  # ends before the frames of this segment that are not known to be synced
         self.walked: list[tuple[End, End, Cover | None]] = []  # of each segment: from, to, its sidecar
         self._rows: list[bytes | memoryview] = []
@@ -70,6 +71,11 @@ class Scan:
 
     def walk(self) -> None:
         """Go on to the end of the log as it is now."""
+        for _ in self.segments():
+            pass
+
+    def segments(self) -> Iterator[int]:
+        """The same, one segment after the other: each when it was looked at."""
         try:
             names = self._system.listdir(self._directory)
         except FileNotFoundError as error:  # it was made before FORMAT
@@ -82,7 +88,9 @@ class Scan:
             self._enter(self._first)
         while self.at.segment:
             later = segments[-1:] > [self.at.segment]
-            self._walk_segment(later, self.at.segment in segments)
+            segment = self.at.segment
+            self._walk_segment(later, segment in segments)
+            yield segment
             if not later:
                 break
             self._enter(self.at.segment + 1)
@@ -267,6 +275,7 @@ class Scan:
                 offset=start,
             )
         self.damaged.append((segment, start, stop))
+        self.reasons.append(what)
 
     def _skip(self, window: Window, stop: int, later: bool) -> bool:
         """Note the damage at ``at``, keep the records in it that are whole, and go behind it."""

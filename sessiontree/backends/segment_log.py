@@ -76,7 +76,8 @@ from sessiontree.backends.frames import (
     build_frame,
     crc32,
     numbered,
-    read_file,
+    read_base,
+    read_format,
     segment_path,
     size_of,
     write_all,
@@ -117,22 +118,21 @@ class _Table:
         self.first: int = 0 if before is None else before.count
         self.count: int = self.first
         self._rows: Entries = np.empty(0, ENTRY)
-        self._bytes = memoryview(b"")  # theirs
+        self._bytes = self._rows.view(np.uint8).data  # theirs
 
     def put(self, start: int, parts: Sequence[bytes | memoryview]) -> None:
         """Write rows from start on: to do it twice is to do it once."""
-        data = parts[0] if len(parts) == 1 else b"".join(parts)
         start -= self.first
-        first, stop = start * ENTRY.itemsize, start * ENTRY.itemsize + len(data)
-        if not start:
-            self._rows, self._bytes = np.frombuffer(data, ENTRY), memoryview(data)
-            return
-        if stop > len(self._bytes) or self._bytes.readonly:
+        at = start * ENTRY.itemsize
+        stop = at + sum(map(len, parts))
+        if stop > len(self._bytes):
             count = stop // ENTRY.itemsize
-            rows = np.empty(max(1024, count + count // 4), ENTRY)
+            rows = np.empty(max(1024, count + count // 8), ENTRY)
             rows[:start] = self._rows[:start]
             self._rows, self._bytes = rows, rows.view(np.uint8).data
-        self._bytes[first:stop] = data
+        for part in parts:
+            self._bytes[at : at + len(part)] = part
+            at += len(part)
 
     def behind(self, start: int) -> _Table:
         """A table of the rows from start on, in the place of this one."""
@@ -988,14 +988,7 @@ class SegmentLog:
 
     def _read_base(self) -> Base:
         assert self._keys is not None
-        data = read_file(self._system, self._path + "/BASE")
-        if data is None:
-            return NO_BASE
-        body, _, crc = data.rstrip(b"\n").rpartition(b" ")
-        words = body.split()
-        if crc != b"%08x" % crc32(body, self._keys.seed) or words[:2] != [b"sessiontree", b"base"] or len(words) != 6:
-            raise CorruptTree(f"{self._path}/BASE does not match its checksum")
-        return Base(*map(int, words[2:]))
+        return read_base(self._system, self._path, self._keys)
 
     def _open_writer(self) -> None:
         system = self._system
@@ -1034,19 +1027,8 @@ class SegmentLog:
 
     def _identify(self) -> bool:
         """Read FORMAT; False where there is none."""
-        data = read_file(self._system, self._path + "/FORMAT")
-        if data is None:
-            return False
-        words = data.split()
-        if words[:2] != [b"sessiontree", b"log"] or len(words) < 3:
-            raise IncompatibleStore(f"{self._path}/FORMAT is not that of a log")
-        if words[2] != b"%d" % VERSION:
-            raise IncompatibleStore(f"{self._path} has format {words[2].decode(errors='replace')}; this reads {VERSION}")
-        body, _, crc = data.rstrip(b"\n").rpartition(b" ")
-        if len(words) != 5 or crc != b"%08x" % crc32(body) or not data.endswith(b"\n"):
-            raise CorruptTree(f"{self._path}/FORMAT does not match its checksum")
-        self._keys = Keys.of(words[3])
-        return True
+        self._keys = read_format(self._system, self._path)
+        return self._keys is not None
 
     def _format(self) -> None:
         body = b"sessiontree log %d %s" % (VERSION, uuid.uuid4().hex.encode())

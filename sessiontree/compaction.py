@@ -58,7 +58,9 @@ class Kept(NamedTuple):
 def kept(journal: Journal, columns: Columns) -> Kept:
     """What is to stay of the entries of ``columns``."""
     dropped = columns.dropped_sessions
-    tips = _own_tips(columns, journal.tips(columns))
+    tips = journal.tips(columns)
+    own = _own_tips(columns, tips)  # what was dropped in between is not held on to
+    tips = {number: own[number] if tip is not None and tip[0] in dropped else tip for number, tip in tips.items()}
     needed: dict[int, set[int]] = defaultdict(set)  # ordinals that forks begin with
     waiting = [number for number in tips if number not in dropped]
     sessions = set(waiting)
@@ -89,7 +91,7 @@ def kept(journal: Journal, columns: Columns) -> Kept:
 
 
 def _own_tips(columns: Columns, tips: dict[int, tuple[int, int] | None]) -> dict[int, tuple[int, int] | None]:
-    """The same nodes, each named as the session has it that made it, so that a fork holds on to no session in between."""
+    """The same nodes, each named as the session has it that made it."""
     sources = {tip[0] for tip in tips.values() if tip is not None}
     nodes: dict[int, tuple[int, Sequence[int]]] = {}
     for number, places in columns.by_session() if sources else ():

@@ -363,7 +363,7 @@ class SessionMachine(RuleBasedStateMachine):
         try:
             check()
         except Refused as refused:
-            return refused
+            return refused.with_traceback(None)  # whose frames would keep drafts that nobody else holds
         return None
 
     def near_limit(self, place: Place, parent: bytes, segment: Segment) -> bool:

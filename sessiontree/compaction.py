@@ -46,7 +46,7 @@ class GcReport:
 class Kept(NamedTuple):
     """``nodes``: places of those that stay. ``sessions``: numbers. ``drops``: of these, what they hide that stays all the same.
 
-    ``tips``: of forks, where their paths end.
+    ``tips``: of some forks, where their paths end by now.
     """
 
     nodes: NDArray[np.int64]
@@ -58,7 +58,10 @@ class Kept(NamedTuple):
 def kept(journal: Journal, columns: Columns) -> Kept:
     """What is to stay of the entries of ``columns``."""
     dropped = columns.dropped_sessions
-    tips = _own_tips(columns, journal.tips(columns))
+    tips = journal.tips(columns)
+    own = _own_tips(columns, tips)  # what was dropped in between is not held on to
+    moved = {number: own[number] for number, tip in tips.items() if tip is not None and tip[0] in dropped}
+    tips |= moved
     needed: dict[int, set[int]] = defaultdict(set)  # ordinals that forks begin with
     waiting = [number for number in tips if number not in dropped]
     sessions = set(waiting)
@@ -69,6 +72,7 @@ def kept(journal: Journal, columns: Columns) -> Kept:
             if tip[0] not in sessions:
                 sessions.add(tip[0])
                 waiting.append(tip[0])
+    columns.group()
     hiding = set(columns.sessions[columns.places(codec.DROP)].tolist())
     drops = {number: journal.dropped(columns, number) for number in hiding & sessions}
     stay = []
@@ -85,11 +89,11 @@ def kept(journal: Journal, columns: Columns) -> Kept:
             drops[number] = tuple(ordinal for ordinal in drops[number] if ordinal == 0 or ordinal in left)
         stay.append(places[mask])
     nodes = np.sort(np.concatenate(stay)) if stay else np.empty(0, np.int64)
-    return Kept(nodes, sessions, {number: left for number, left in drops.items() if left}, tips)
+    return Kept(nodes, sessions, {number: left for number, left in drops.items() if left}, moved)
 
 
 def _own_tips(columns: Columns, tips: dict[int, tuple[int, int] | None]) -> dict[int, tuple[int, int] | None]:
-    """The same nodes, each named as the session has it that made it, so that a fork holds on to no session in between."""
+    """The same nodes, each named as the session has it that made it."""
     sources = {tip[0] for tip in tips.values() if tip is not None}
     nodes: dict[int, tuple[int, Sequence[int]]] = {}
     for number, places in columns.by_session() if sources else ():
@@ -226,7 +230,7 @@ def _last_words(journal: Journal, old: Columns, stay: Kept, entries: NDArray[Any
         if ends and journal.version_of(entry) < moves[int(entry["session"])]:
             continue
         record = journal.log.read(entry)
-        if entry["kind"] == codec.SESSION:
+        if entry["kind"] == codec.SESSION and int(entry["session"]) in stay.tips:
             record = journal.with_tip(entry, stay.tips[int(entry["session"])])
         if entry["kind"] == codec.ALIAS and codec.decode(record).identity is None:  # type: ignore[union-attr]
             continue

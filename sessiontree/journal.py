@@ -14,7 +14,7 @@ import itertools
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from struct import Struct
@@ -77,6 +77,7 @@ class Columns:
             np.ascontiguousarray(entries[name]) for name in ("kind", "session", "ordinal", "parent")
         )
         self._others = np.flatnonzero(self.kinds != codec.NODE)  # mostly few
+        self._grouped: tuple[NDArray[np.int64], NDArray[np.uint32]] | None = None
 
     def others(self) -> NDArray[np.int64]:
         """Where records are that are of no node, in order."""
@@ -117,12 +118,24 @@ class Columns:
         found[ordinals[::-1] - np.uint32(first)] = places[::-1]  # of several, the first
         return first, found
 
+    def group(self) -> None:
+        """Be asked about one session after the other: from now on not in time proportional to all."""
+        order = np.argsort(self.sessions, kind="stable")
+        self._grouped = order, self.sessions[order]
+
     def places(self, kind: int, session: int | None = None) -> NDArray[np.int64]:
         """Where records of a kind are, in order."""
+        if self._grouped is not None and session is not None:
+            order, sessions = self._grouped
+            wanted = np.uint32(session)  # a plain int would have all of them converted
+            low, high = np.searchsorted(sessions, wanted, "left"), np.searchsorted(sessions, wanted, "right")
+            mine = order[low:high]
+            places: NDArray[np.int64] = mine[self.kinds[mine] == kind]
+            return places
         if kind == codec.NODE:
             assert session is not None
             return np.flatnonzero((self.sessions == session) & (self.kinds == kind))
-        places: NDArray[np.int64] = self._others[self.kinds[self._others] == kind]
+        places = self._others[self.kinds[self._others] == kind]
         return places if session is None else places[self.sessions[places] == session]
 
     @cached_property
@@ -256,7 +269,8 @@ class SessionNodes:
             order = np.argsort(parents, kind="stable")
             self._by_parent = parents[order], order
         parents, order = self._by_parent
-        low, high = np.searchsorted(parents, ordinal, "left"), np.searchsorted(parents, ordinal, "right")
+        wanted = np.uint32(ordinal)  # a plain int would have all of them converted
+        low, high = np.searchsorted(parents, wanted, "left"), np.searchsorted(parents, wanted, "right")
         children: list[int] = (order[low:high] + self.first).tolist()
         return children
 
@@ -445,7 +459,7 @@ class Journal:
 
     def tips(self, columns: Columns) -> dict[int, tuple[int, int] | None]:
         """Of each session, what it was forked from."""
-        sessions = columns.places(codec.SESSION).tolist()
+        sessions = columns.places(codec.SESSION)[::-1].tolist()  # of several records of one, the first counts
         return {int(columns.sessions[place]): self._session(columns, place).tip for place in sessions}
 
     def with_tip(self, session: Any, tip: tuple[int, int] | None) -> bytes:
@@ -516,9 +530,11 @@ class Journal:
     def _is_gone(self, columns: Columns, number: int) -> bool:
         return number in columns.dropped_sessions or number in self._gone
 
-    def session_ids(self) -> tuple[str, ...]:
-        """In the order they were created. Raises CorruptTree naming the session whose record is damaged; where that is not to be
-        strict, those beside it."""
+    def session_ids(self) -> dict[int, str]:
+        """By their numbers, in the order they were created.
+
+        Raises CorruptTree naming the session whose record is damaged; where that is not to be strict, those beside it.
+        """
         columns, listed = self.columns() if self.follows else self._columns, self._listed
         found: dict[int, str] = {}
         for place in columns.places(codec.SESSION).tolist():
@@ -537,7 +553,7 @@ class Journal:
         for session_id, number in () if self.follows else tuple(self._ids.items()):
             if listed.get(number, "") is not None and not self._is_gone(columns, number):
                 found[number] = session_id
-        return tuple(dict.fromkeys(found[number] for number in sorted(found)))
+        return {number: found[number] for number in sorted(found)}
 
     def tip_of(self, number: int) -> tuple[int, int] | None:
         """Of a stored fork: the number of the session it was made from, and the ordinal of the node it was made at."""
@@ -711,35 +727,45 @@ class Journal:
 
         ``told``: holds ``expected`` for as long as nothing else is recorded. Raises Overtaken.
         """
+        self.drop_all({number: ordinals}, waiting, told, expected)
+
+    def drop_all(
+        self,
+        dead: Mapping[int, Sequence[int]],
+        waiting: int = 0,
+        told: Sequence[object] = (None,),
+        expected: object = None,
+    ) -> None:
+        """The same of many sessions, by number."""
         if self._dropping._is_owned():  # see create
             raise Unsupported("nothing is dropped by a signal handler that comes in while its thread makes or opens a session")
-        record = codec.DropRecord(number, tuple(sorted(set(ordinals))))
+        records = [codec.DropRecord(number, tuple(sorted(set(ordinals)))) for number, ordinals in dead.items()]
+        gone = {number for number, ordinals in dead.items() if 0 in ordinals}
         try:
             with self._dropping:
                 self.drops += 1
                 try:
-                    if 0 in ordinals:
-                        self._gone.add(number)
-                    taken = self._enqueue(record, waiting, told, expected)
+                    self._gone |= gone
+                    taken = self._enqueue(records, waiting, told, expected)
                 except SessionTreeError:
                     raise
                 except BaseException:  # an interrupt: nobody knows whether it was taken, so it is told again
-                    self._enqueue(record, waiting)
+                    self._enqueue(records, waiting)
                     raise
             if self.waits:
                 self._log.wait(taken)
         except SessionTreeError:
-            self._gone.discard(number)
+            self._gone -= gone
             raise
-        if 0 in ordinals:
-            self._ids = {session_id: each for session_id, each in tuple(self._ids.items()) if each != number}
+        if gone:
+            self._ids = {session_id: number for session_id, number in tuple(self._ids.items()) if number not in gone}
 
-    def unreachable(self, number: int, recent: int, held: Iterable[int]) -> list[int]:
+    def unreachable(self, number: int, recent: int, held: Iterable[int], columns: Columns | None = None) -> list[int]:
         """Ordinals of the nodes of a session that nothing leads to: no head, no pin, nothing ``held``, none of the last ``recent``.
 
-        Of those that lie below each other, the topmost. Looks at what is written.
+        Of those that lie below each other, the topmost. Looks at what is written, or at ``columns``.
         """
-        columns = self.columns()
+        columns = self.columns() if columns is None else columns
         first, places = columns.by_ordinal(columns.places(codec.NODE, number))
         parents = parents_of(columns, places)
         heads = columns.places(codec.HEAD, number)
@@ -753,13 +779,15 @@ class Journal:
         return (np.flatnonzero(topmost) + first).tolist()
 
     def _record(self, record: codec.Record, waiting: int) -> None:
-        taken = self._enqueue(record, waiting)
+        taken = self._enqueue([record], waiting)
         if self.waits:
             self._log.wait(taken)
 
-    def _enqueue(self, record: codec.Record, waiting: int, told: Sequence[object] = (None,), expected: object = None) -> int:
+    def _enqueue(
+        self, records: Sequence[codec.Record], waiting: int, told: Sequence[object] = (None,), expected: object = None
+    ) -> int:
         self.check_writable()
-        return self._log.enqueue(_with_prefixes([codec.encode(record)]), waiting, told, expected)
+        return self._log.enqueue(_with_prefixes(list(map(codec.encode, records))), waiting, told, expected)
 
     def opened(self, number: int) -> int:
         """Record that a session is opened to be written to: which opening of the store that is, counted from 1."""

@@ -65,6 +65,7 @@ from sessiontree.turns import Turn, plan_turn
 __all__ = ["Session", "SessionStore"]
 
 MAX_SESSION_ID: Final = 512
+_AT_ONCE: Final = 256  # sessions that gc looks at before others can be opened
 T = TypeVar("T")
 
 
@@ -787,6 +788,7 @@ class SessionStore:
         self._journal: Journal | None = None
         self._collecting = new_lock()
         self._collects = False
+        self._awake: set[str] = set()  # ids of sessions that were open at any time since gc began
         self._opening = new_lock()  # for taking sessions from the disk: one thread makes each
         self._creating: set[str] = set()  # ids of sessions that are being written there
 
@@ -917,6 +919,7 @@ class SessionStore:
             if session_id in self._sessions or session_id in self._creating or journal.number_of(session_id) is not None:
                 raise SessionExists(f"session {session_id!r} is in the store", session_id=session_id)
             self._creating.add(session_id)
+            self._wake(session_id)
         try:
             number, incarnation = journal.create(session_id, tree, tip, drops)  # which may wait for the disk
             session = Session(session_id, incarnation, tree, self, number)
@@ -941,6 +944,7 @@ class SessionStore:
                 session = Session(session_id, journal.opened(number), tree, self, number)
             session._tree = session._written = session._told[0] = tree
             session._pins = pins
+            self._wake(session_id)
             with self._lock:
                 self._sessions[session_id] = session
         return session
@@ -988,7 +992,7 @@ class SessionStore:
             self._check_open()
             if self._journal is None:
                 return tuple(self._sessions)
-        return self._journal.session_ids()
+        return tuple(dict.fromkeys(self._journal.session_ids().values()))
 
     def flush(self) -> None:
         """Wait until everything is on disk that any session has written. In memory it does nothing.
@@ -1089,6 +1093,7 @@ class SessionStore:
                 return self._gc(recent, progress)
             finally:
                 self._collects = False
+                self._awake = set()
 
     def _gc(self, recent: int | None, progress: Progress | None) -> GcReport:
         journal = self._journal
@@ -1096,10 +1101,12 @@ class SessionStore:
             journal.check_writable()
         before = 0 if journal is not None else self._count()
         if recent is not None:
+            with self._opening:
+                self._awake = {*self._sessions, *self._creating}
             for session in tuple(self._sessions.values()):
                 session._collect(recent)
-            for session_id in () if journal is None else self.sessions():
-                self._collect_closed(journal, session_id, recent)
+            if journal is not None:
+                self._collect_closed(journal, recent)
         if journal is None:
             return GcReport(before, self._count(), 0, 0, 0, swept=True)
 
@@ -1111,15 +1118,20 @@ class SessionStore:
         files = self._features.files
         return compact(journal, files if isinstance(files, FeatureFolder) else None, told)
 
-    def _collect_closed(self, journal: Journal | None, session_id: str, recent: int) -> None:
-        assert journal is not None
-        with self._opening:
-            if session_id in self._sessions or session_id in self._creating:
-                return
-            number = journal.number_of(session_id)
-            journal.flush()  # what it wrote before it was closed
-            if number is not None and (dead := journal.unreachable(number, recent, ())):
-                journal.drop(number, dead)
+    def _collect_closed(self, journal: Journal, recent: int) -> None:
+        """As :meth:`Session._collect`, of sessions that nobody has opened since gc began."""
+        names = journal.session_ids()
+        journal.flush()  # what they wrote before they were closed
+        columns = journal.columns()
+        columns.group()
+        numbers = list(names)
+        for start in range(0, len(numbers), _AT_ONCE):
+            self._check_open()
+            with self._opening:
+                asleep = [number for number in numbers[start : start + _AT_ONCE] if names[number] not in self._awake]
+                found = ((number, journal.unreachable(number, recent, (), columns)) for number in asleep)
+                if dead := {number: ordinals for number, ordinals in found if ordinals}:
+                    journal.drop_all(dead)
 
     def _count(self) -> int:
         return sum(len(session._tree) - 1 for session in tuple(self._sessions.values()))
@@ -1203,6 +1215,11 @@ class SessionStore:
                 self._journal.close()
             self._features.close()
             self._paths.clear()
+
+    def _wake(self, session_id: str) -> None:
+        """A session is being opened; the lock for that is held."""
+        if self._collects:
+            self._awake.add(session_id)
 
     def _forget(self, session: Session) -> None:
         with self._lock:

@@ -379,7 +379,8 @@ class SessionTree(Sealed):
         lowest = self._index
         while lowest.base is not None:
             lowest = lowest.base
-        index = NodeIndex(lowest.root, lowest.limits, tip=lowest.tip)
+        source = None if lowest._tip_source is None else lowest._tip_source()
+        index = NodeIndex(lowest.root, lowest.limits, tip=lowest.tip, tip_source=source)
         gone = {node.id for node in roots}
         for ordinal, node in enumerate(self):
             if node.id in gone or (node.parent is not None and node.parent.id in gone):

@@ -352,6 +352,8 @@ class Tree:
     reserve_output: int = 0
     nodes: dict[bytes, Record] = field(default_factory=dict)
     heads: dict[str, tuple[bytes, int]] = field(default_factory=dict)
+    pins: set[bytes] = field(default_factory=set)
+    shared: int = 1  # how many of its nodes, the first ones, go with it alone: the root, of a fork the path it begins with
 
     def __post_init__(self) -> None:
         self.nodes.setdefault(self.root, Record(self.root, None, None, None, []))
@@ -425,7 +427,34 @@ class Tree:
     def forked(self, node: bytes) -> Tree:
         """A tree of its own that holds the path of `node`."""
         copies = {ancestor: replace(self.nodes[ancestor]) for ancestor in self.path(node)}
-        return Tree(self.scheme, self.root, self.max_tokens, self.reserve_output, copies)
+        return Tree(self.scheme, self.root, self.max_tokens, self.reserve_output, copies, shared=len(copies))
+
+    def below(self, nodes: Iterable[bytes]) -> set[bytes]:
+        """These nodes, and all below them."""
+        wanted = set(nodes)
+        return {node for node in self.nodes if wanted & set(self.path(node))}
+
+    def held(self, drafts: Iterable[bytes]) -> set[bytes]:
+        """What heads, pins and drafts hold, whose parents are given."""
+        return {*(node for node, _ in self.heads.values()), *self.pins, *drafts}
+
+    def check_drop(self, nodes: Iterable[bytes], drafts: Iterable[bytes]) -> None:
+        if set(nodes) & set(list(self.nodes)[: self.shared]):
+            raise Refused("Unsupported", "it goes with its session")
+        if self.below(nodes) & self.held(drafts):
+            raise Refused("NodeHeld", "held")
+
+    def drop(self, nodes: Iterable[bytes]) -> None:
+        for node in self.below(nodes):
+            del self.nodes[node]
+
+    def collect(self, recent: int, drafts: Iterable[bytes]) -> None:
+        """Drop what leads to nothing that is held, nor to one of the last ``recent`` nodes."""
+        ids = list(self.nodes)
+        alive = set(ids[: self.shared])
+        for node in {*self.held(drafts), *ids[max(0, len(ids) - recent) :]}:
+            alive.update(self.path(node))
+        self.drop(set(ids) - alive)
 
 
 @dataclass

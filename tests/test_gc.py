@@ -44,6 +44,7 @@ from sessiontree import (
     journal,
 )
 from sessiontree.backends import frames, scan, segment_log
+from sessiontree.fsck import fsck, salvage
 from sessiontree.journal import Durability
 from tests import toy
 from tests.disk import Disk
@@ -252,7 +253,7 @@ def everywhere(session: Session, gone: Iterable[Node]) -> None:
             with pytest.raises(UnknownNode):
                 write(*given)
         assert session.longest_prefix(node.input_ids()).node.id not in ids
-        assert node.id not in {each.id for each in session.search(lambda each: True)}
+        assert node.id not in {each.id for each in session.search(lambda _: True)}
     assert set(nodes) == {session.root, *session.descendants(session.root)}
     for node in nodes:
         assert session.node(node.id) == node
@@ -1575,16 +1576,19 @@ def test_an_interrupt_anywhere_in_drop_and_pin(durability: Durability, what: str
 
 # --- killed ------------------------------------------------------------------------------------------------------------------
 KILLED = """
-import random, sys, threading
+import os, random, sys, threading
 from sessiontree import SessionStore
 store = SessionStore.open(sys.argv[1], durability=sys.argv[2])
 rng = random.Random(int(sys.argv[3]))
 sessions = [store.get(f"s{n}") if f"s{n}" in store.sessions() else store.create(f"s{n}", scheme="text@hf5") for n in range(2)]
 sessions.append(store.fork(sessions[0], rng.choice(list(sessions[0].tree)), f"fork {sys.argv[3]}"))
 
+def tell(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # at once: there are two threads
+
 def collect():
     while True:
-        print("gc", "", store.gc().nodes_after, flush=True)
+        tell("gc", store.gc().nodes_after)
 
 threading.Thread(target=collect, daemon=True).start()
 mine = []
@@ -1597,12 +1601,12 @@ while True:
     if number % 3 == 0:
         session.set_head("main", node)
     store.flush()
-    print(session.id, node.id.hex(), "made", flush=True)
+    tell(session.id, node.id.hex(), "made")
     mine.append((session, node.id))
     if number % 4 == 0:
         session, node = mine.pop(rng.randrange(len(mine)))
         if not session.children(node) and session.head("main").node.id != node if "main" in session.heads else False:
-            print(session.id, node.hex(), "dropped", flush=True)
+            tell(session.id, node.hex(), "dropped")
             session.drop(node)
 """
 
@@ -2381,3 +2385,144 @@ def test_sessions_are_written_to_while_they_are_copied(monkeypatch: pytest.Monke
     store.close()
     with open_on(disk) as found:
         assert view(found) == expected
+
+
+def test_ordinals_that_come_again_are_no_other_node_to_who_held_the_first(tmp_path: Path) -> None:
+    """After gc and opening, what is appended takes the place of what was dropped last. Who reads on sees what was there."""
+    with SessionStore.open(tmp_path) as store:
+        session = text_session(store)
+        for number in range(4):
+            last = session.append(session.root, words(number))
+        text_session(store, "other").append(store.get("other").root, words(9))
+        store.flush()
+        reader = SessionStore.open(tmp_path, read_only=True)
+        tree = reader.get("s").tree
+        expected = ids_of(reader.get("s"))
+        reader.get("s").close()
+        session.drop(last)
+        store.gc()
+    with SessionStore.open(tmp_path) as store:
+        again = store.get("s").append(store.get("s").root, words(50))
+        store.flush()
+        for _ in range(2):
+            reader.sessions()
+            reader.get("other")
+            assert [node.id for node in tree] == expected and again not in tree
+            assert ids_of(reader.get("s")) == [*expected[:-1], again.id]
+            store.gc()
+        assert again.id in reader.get("s").tree and len(store.get("s").tree) == 5
+    with SessionStore.open(tmp_path) as store:
+        assert ids_of(store.get("s")) == [*expected[:-1], again.id]
+    reader.close()
+
+
+@pytest.mark.usefixtures("still")
+@durabilities
+def test_sidecars_know_where_all_is_after_a_gc(durability: Durability, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a segment that was begun before it, and when they are missing or older."""
+    monkeypatch.setattr(segment_log, "_BLOCK_ROWS", 4)
+    monkeypatch.setattr(compaction, "_BATCH_BYTES", 300)
+    disk = Disk()
+    store = grown(disk, durability)
+    log = log_of(store)
+
+    def busy(*_: int) -> None:
+        session = store.get("lost")
+        for _time in range(3):
+            session.append(session.root, words(1000 + len(session.tree)))
+        store.flush()
+        log._tend()
+
+    for number in range(3):
+        busy()
+        store.gc(progress=busy)
+        busy()
+        session = store.get("lost")
+        session.drop(*session.leaves()[:2])
+        expected = view(store)
+        store.flush()
+        for state in (disk.copy(), disk.copy()):
+            with open_on(state, durability=durability) as found:
+                assert view(found) == expected, number
+            for name in [name for name in state.names if name.endswith(".idx")]:
+                state.unlink(name)
+    store.close()
+    kept = disk.copy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scan.Scan, "_record", lambda *_: pytest.fail("a record was read"))
+        with open_on(disk, durability=durability) as found:
+            assert view(found) == expected
+    with open_on(kept, strict=False) as found:  # which looks at every frame
+        assert view(found) == expected and not found.damaged
+
+
+def test_threads_of_a_reader_while_it_follows_over_gcs(tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path) as store:
+        names = ["a", "b", "c"]
+        kept: dict[str, list[bytes]] = {}
+        for name in names:
+            session = text_session(store, name)
+            comb(session, width=3, depth=10)
+            session.set_head("main", session.leaves()[0])
+            kept[name] = [node.id for node in session.leaves()[0].path()]
+        store.flush()
+        end = time.monotonic() + (10 if SOAK else 0.8)
+        with SessionStore.open(tmp_path, read_only=True) as reader:
+            looks = [0] * 5
+
+            def work(thread: int) -> None:
+                rng = random.Random(thread)
+                held: list[tuple[SessionTree, int]] = []
+                while time.monotonic() < end:
+                    name = rng.choice(names)
+                    looks[thread] += 1
+                    if thread == 0:
+                        session = store.get(name)
+                        session.drop(session.append(session.root, [rng.randrange(2**31)]))
+                        session.append(session.head("main").node.path()[3], [rng.randrange(2**31)])
+                        if rng.random() < 0.5:
+                            session.drop(*[node for node in session.leaves() if node != session.head("main").node][:2])
+                        store.gc()
+                        continue
+                    assert sorted(reader.sessions()) == names
+                    session = reader.get(name)
+                    tree = session.tree
+                    held = [*held[-3:], (tree, len(tree))]
+                    old, count = rng.choice(held)
+                    assert len(list(old)) == len(old) == count
+                    path = [node.id for node in tree.head("main").node.path()]
+                    assert path == kept[name]
+
+            in_threads(5, work)
+            assert min(looks) > 3, looks
+            assert {name: outline(reader.get(name).tree) for name in names} == {
+                name: outline(store.get(name).tree) for name in names
+            }
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fsck_finds_nothing_in_what_gc_left(seed: int, tmp_path: Path) -> None:
+    """Nor does it find anything that nothing leads to."""
+    with SessionStore.open(tmp_path / "store", durability=DURABILITIES[seed]) as store:
+        rng = random.Random(seed)
+        session = text_session(store)
+        for number in range(60):
+            node = session.append(rng.choice(list(session.tree)), words(number))
+            if rng.random() < 0.1:
+                store.fork(session, node, f"fork {number}").append(node, words(100 + number))
+            if rng.random() < 0.1:
+                session.set_head(rng.choice("ab"), node)
+            if rng.random() < 0.1:
+                with suppress(NodeHeld, Unsupported):
+                    session.drop(rng.choice(list(session.tree)))
+            if rng.random() < 0.05 and (names := [name for name in store.sessions() if name != "s"]):
+                store.drop(rng.choice(names))
+            if number % 20 == 19:
+                assert store.gc().swept
+                store.flush()
+                report = fsck(tmp_path / "store")
+                assert report.ok and not report.dangling and not report.wrong_ordinals and not report.unreachable
+        expected = view(store)
+    salvage(tmp_path / "store", tmp_path / "new")
+    with SessionStore.open(tmp_path / "new") as store:
+        assert view(store) == expected

@@ -293,6 +293,11 @@ class Place:
         tree = self.session.tree
         return [node.id for node in tree], {name: (head.node.id, head.version) for name, head in tree.heads.items()}
 
+    def pick_dropped(self, number: int) -> list[bytes]:
+        """A node that was there once."""
+        gone = [node for node in self.nodes if node not in self.tree.nodes]
+        return [gone[number % len(gone)]] if gone else []
+
     def pick(self, number: int) -> bytes:
         """A node; small numbers are the newest ones."""
         ids = list(self.tree.nodes)
@@ -358,7 +363,7 @@ class SessionMachine(RuleBasedStateMachine):
         try:
             check()
         except Refused as refused:
-            return refused
+            return refused.with_traceback(None)  # whose frames would keep drafts that nobody else holds
         return None
 
     def near_limit(self, place: Place, parent: bytes, segment: Segment) -> bool:
@@ -583,13 +588,13 @@ class SessionMachine(RuleBasedStateMachine):
             assert draft.commit("length").id == node
         assert len(place.session.tree) == len(place.tree.nodes) == count
 
-    @precondition(lambda self: len(self.places) > 1)
-    @rule(number=PICK, token=TOKEN)
-    def append_to_an_unknown_node(self, number: int, token: int) -> None:
+    @precondition(lambda self: self.places)
+    @rule(number=PICK, token=TOKEN, at=PICK)
+    def append_to_an_unknown_node(self, number: int, token: int, at: int) -> None:
         place = self.place(number)
         strangers = [node for other in self.places for node in other.tree.nodes if node not in place.tree.nodes]
         refused = Refused("UnknownNode", "not of this session")
-        for node in [bytes(32), *strangers[:1]]:
+        for node in [bytes(32), *strangers[:1], *place.pick_dropped(at)]:
             self.attempt(place, refused, lambda node=node: place.session.append(node, [token]))  # type: ignore[misc]
             self.attempt(place, refused, lambda node=node: place.session.draft(node))  # type: ignore[misc]
 
@@ -802,6 +807,46 @@ class SessionMachine(RuleBasedStateMachine):
         if now is not None:
             place.stale_heads.append((name, now))
 
+    # Pins, drops and gc
+
+    def parents_of_drafts(self, place: Place) -> list[bytes]:
+        return [each.parent for each in self.drafts if each.place is place]
+
+    @rule(number=PICK, at=PICK, pinned=st.booleans())
+    def pin(self, number: int, at: int, pinned: bool) -> None:
+        place = self.place(number)
+        node = place.pick(at)
+        if pinned:
+            place.session.pin(place.nodes[node])
+            place.tree.pins.add(node)
+        else:
+            node = sorted(place.tree.pins)[at % len(place.tree.pins)] if place.tree.pins else node
+            place.session.unpin(node)
+            place.tree.pins.discard(node)
+        for gone in place.pick_dropped(at):
+            self.attempt(place, Refused("UnknownNode", "dropped"), lambda: place.session.pin(gone))  # noqa: B023
+
+    @rule(number=PICK, at=st.lists(PICK, min_size=1, max_size=2))
+    def drop(self, number: int, at: list[int]) -> None:
+        place = self.place(number)
+        nodes = [place.pick(each) for each in at]
+        refused = self.verdict(lambda: place.tree.check_drop(nodes, self.parents_of_drafts(place)))
+        self.attempt(place, refused, lambda: place.session.drop(*(place.nodes[node] for node in nodes)))
+        if refused is None:
+            place.tree.drop(nodes)
+        for gone in place.pick_dropped(at[0]):
+            self.attempt(place, Refused("UnknownNode", "dropped"), lambda: place.session.drop(gone))  # noqa: B023
+
+    @rule(recent=st.none() | st.none() | st.integers(0, 12))
+    def collect(self, recent: int | None) -> None:
+        before = sum(len(place.tree.nodes) - 1 for place in self.places)
+        report = self.store.gc(recent=recent)
+        if recent is not None:
+            for place in self.places:
+                place.tree.collect(recent, self.parents_of_drafts(place))
+        after = sum(len(place.tree.nodes) - 1 for place in self.places)
+        assert (report.nodes_before, report.nodes_after) == (before, after)
+
     # Drafts
 
     def pick_draft(self, number: int) -> OpenDraft:
@@ -975,6 +1020,7 @@ class SessionMachine(RuleBasedStateMachine):
                 name: node for name, (node, _) in heads.items()
             }
             assert [node.id for node in place.session.leaves()] == place.tree.leaves()
+            assert place.session.pins == place.tree.pins
 
     @invariant()
     def nodes_agree_and_never_change(self) -> None:

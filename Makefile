@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dis
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench soak clean
+.PHONY: help demo test cover check bench soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -22,7 +22,10 @@ help: ## list the targets
 demo: .venv/demo.stamp ## run the main job on real input: examples/quickstart.py
 	$(BIN)/python examples/quickstart.py
 
-test: .venv/dev.stamp ## run the tests and show their coverage
+test: .venv/dev.stamp ## run the tests
+	$(PYTEST)
+
+cover: .venv/dev.stamp ## run the tests and show their coverage, in twice the time
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered
 
 check: .venv/dev.stamp ## lint, formatting, types and the layers

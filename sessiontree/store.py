@@ -914,19 +914,22 @@ class SessionStore:
     def _open_durably(
         self, journal: Journal, session_id: str, tree: SessionTree, tip: tuple[int, int] | None, drops: int
     ) -> Session:
-        with self._opening:
-            self._check_open()
-            if session_id in self._sessions or session_id in self._creating or journal.number_of(session_id) is not None:
-                raise SessionExists(f"session {session_id!r} is in the store", session_id=session_id)
-            self._creating.add(session_id)
-            self._wake(session_id)
+        mine = False
         try:
+            with self._opening:
+                self._check_open()
+                if session_id in self._sessions or session_id in self._creating or journal.number_of(session_id) is not None:
+                    raise SessionExists(f"session {session_id!r} is in the store", session_id=session_id)
+                mine = True  # before it is said: an interrupt must leave nothing behind
+                self._creating.add(session_id)
+                self._wake(session_id)
             number, incarnation = journal.create(session_id, tree, tip, drops)  # which may wait for the disk
             session = Session(session_id, incarnation, tree, self, number)
             with self._lock:
                 self._sessions[session_id] = session
         finally:
-            self._creating.discard(session_id)
+            if mine:
+                self._creating.discard(session_id)
         return session
 
     def _found(self, journal: Journal, session_id: str) -> Session | None:

@@ -23,6 +23,7 @@ import attrs
 import numpy as np
 
 from sessiontree import codec
+from sessiontree.backends.base import Progress
 from sessiontree.backends.blobs import content_digest, encoded_arrays
 from sessiontree.backends.bundle_file import BundleWriter
 from sessiontree.backends.system import System
@@ -59,8 +60,6 @@ _PIECE: Final = 2**22  # bytes of features in one record
 _BATCH: Final = 1000  # nodes that become durable together
 _BATCH_BYTES: Final = 2**20
 _SYSTEM: Final = System()
-
-Progress = Callable[[int, int], object]
 
 
 @attrs.frozen

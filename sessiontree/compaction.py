@@ -8,7 +8,7 @@ last word, of openings their number.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -17,12 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sessiontree import codec
-from sessiontree.backends.base import Records
+from sessiontree.backends.base import Progress, Records
 from sessiontree.backends.blobs import FeatureFolder, file_name
 from sessiontree.errors import CorruptTree
 from sessiontree.journal import MISSING, PREFIX_BYTES, Columns, Journal, above, below, parents_of, prefix_of
-
-Progress = Callable[[int, int], None]
 
 _BATCH_BYTES: Final = 2**20
 _BATCH: Final = 2**15  # entries looked at together
@@ -42,6 +40,10 @@ class GcReport:
     features_removed: int
     swept: bool
 
+    def to_dict(self) -> dict[str, Any]:
+        """The same in plain types."""
+        return attrs.asdict(self)
+
 
 class Kept(NamedTuple):
     """``nodes``: places of those that stay. ``sessions``: numbers. ``drops``: of these, what they hide that stays all the same.
@@ -59,8 +61,9 @@ def kept(journal: Journal, columns: Columns) -> Kept:
     """What is to stay of the entries of ``columns``."""
     dropped = columns.dropped_sessions
     tips = journal.tips(columns)
-    own = _own_tips(columns, tips)  # what was dropped in between is not held on to
-    moved = {number: own[number] for number, tip in tips.items() if tip is not None and tip[0] in dropped}
+    over = [number for number, tip in tips.items() if tip is not None and tip[0] in dropped]
+    own = _own_tips(columns, tips) if over else {}  # what was dropped in between is not held on to
+    moved = {number: own[number] for number in over}
     tips |= moved
     needed: dict[int, set[int]] = defaultdict(set)  # ordinals that forks begin with
     waiting = [number for number in tips if number not in dropped]
@@ -84,7 +87,7 @@ def kept(journal: Journal, columns: Columns) -> Kept:
         if number in drops:
             parents = parents_of(columns, places)
             gone = below(drops[number], parents, first) | (0 in drops[number])
-            mask &= ~gone | np.frombuffer(above(needed[number], parents, first), np.bool)
+            mask &= ~gone | above(needed[number], parents, first)
             left = set((np.flatnonzero(mask) + first).tolist())
             drops[number] = tuple(ordinal for ordinal in drops[number] if ordinal == 0 or ordinal in left)
         stay.append(places[mask])

@@ -102,13 +102,17 @@ class NodeIndex:
         return self.base_count + len(self.nodes)
 
     @property
-    def missing(self) -> int:
-        """How many of the ordinals have no node any more. Only what lies in a store has such."""
+    def bottom(self) -> NodeIndex:
+        """The lowest layer."""
         index = self
         while index.base is not None:
             index = index.base
-        source = getattr(index, "source", None)
-        return 0 if source is None else source.missing
+        return index
+
+    @property
+    def missing(self) -> int:
+        """How many of the lowest layer's ordinals have no node any more. Only one that lies in a store has such."""
+        return 0
 
     def add(self, node: Node) -> None:
         """Add a node; the lock is held and its id is not visible yet."""
@@ -159,10 +163,7 @@ class NodeIndex:
     @property
     def lowest(self) -> int:
         """The ordinal of the first node of the lowest layer, behind a forked session's path."""
-        index = self
-        while index.base is not None:
-            index = index.base
-        return index.base_count
+        return self.bottom.base_count
 
     def nodes_from(self, first: int, count: int) -> Iterator[Node]:
         """Nodes with ordinals ``[first, count)``."""

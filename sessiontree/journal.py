@@ -41,7 +41,7 @@ from sessiontree.turns import Turn
 
 __all__ = ["Durability", "Journal", "Overtaken", "SessionNodes", "WriteLost"]
 
-R = TypeVar("R", codec.SessionRecord, codec.HeadRecord)
+R = TypeVar("R", codec.SessionRecord, codec.HeadRecord, codec.DropRecord)
 
 MISSING: Final = -1  # the place of a node that is nowhere
 _REMEMBERED: Final = 64  # batches, above which those that are durable are forgotten
@@ -52,7 +52,7 @@ _PREFIX: Final = Struct("<BIII32sQ")
 PREFIX_BYTES: Final = _PREFIX.size
 
 
-_UNKNOWN: Final = 255  # a kind or version of record that a later library wrote
+LATER: Final = 255  # the kind of a record that a later library wrote
 
 
 def prefix_of(record: bytes) -> bytes:
@@ -60,7 +60,7 @@ def prefix_of(record: bytes) -> bytes:
     try:
         return _PREFIX.pack(*codec.entry_of(record))
     except IncompatibleStore:
-        return _PREFIX.pack(_UNKNOWN, 0, 0, 0, bytes(ID_BYTES), 0)
+        return _PREFIX.pack(LATER, 0, 0, 0, bytes(ID_BYTES), 0)
 
 
 def _with_prefixes(records: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
@@ -167,31 +167,32 @@ def parents_of(columns: Columns, places: NDArray[np.int64]) -> Sequence[int]:
 
 def below(roots: Iterable[int], parents: Sequence[int], first: int) -> NDArray[np.bool]:
     """Which nodes from ordinal ``first`` on are among ``roots`` or below them."""
-    below = np.zeros(len(parents), np.bool)
-    inside = bytearray(len(parents))
-    for root in roots:
-        if first <= root < first + len(parents):
-            inside[root - first] = 1
-    start = inside.find(1)
-    if start >= 0:
-        for at in range(start, len(parents)):
-            above = parents[at] - first
-            if 0 <= above < at and inside[above]:
-                inside[at] = 1
-        below[:] = np.frombuffer(inside, np.bool)
-    return below
+    marks = _marks(roots, len(parents), first)
+    start = marks.find(1)
+    for at in range(start, len(marks)) if start >= 0 else ():
+        above = parents[at] - first
+        if 0 <= above < at and marks[above]:
+            marks[at] = 1
+    return np.frombuffer(marks, np.bool)
 
 
-def above(held: Iterable[int], parents: Sequence[int], first: int) -> bytearray:
+def above(held: Iterable[int], parents: Sequence[int], first: int) -> NDArray[np.bool]:
     """Which nodes from ordinal ``first`` on are among ``held`` or above them."""
-    above = bytearray(len(parents))
-    for ordinal in held:
-        if first <= ordinal < first + len(parents):
-            above[ordinal - first] = 1
-    for at in range(len(parents) - 1, -1, -1):
-        if above[at] and 0 <= parents[at] - first < at:
-            above[parents[at] - first] = 1
-    return above
+    marks = _marks(held, len(parents), first)
+    for at in range(len(marks) - 1, -1, -1):
+        above = parents[at] - first
+        if marks[at] and 0 <= above < at:
+            marks[above] = 1
+    return np.frombuffer(marks, np.bool)
+
+
+def _marks(ordinals: Iterable[int], count: int, first: int) -> bytearray:
+    """A byte for each of ``count`` ordinals from ``first`` on: 1 for those that are named."""
+    marks = bytearray(count)
+    for ordinal in ordinals:
+        if first <= ordinal < first + count:
+            marks[ordinal - first] = 1
+    return marks
 
 
 class SessionNodes:
@@ -455,7 +456,8 @@ class Journal:
     def last_opening(self) -> codec.OpenedRecord:
         """Where to count on from: no number of a session comes again, and no incarnation."""
         with self._lock:
-            return codec.OpenedRecord(max(0, self._next - 1), self._openings)
+            number, openings = self._next - 1, self._openings
+        return codec.OpenedRecord(max(0, number), openings)
 
     def tips(self, columns: Columns) -> dict[int, tuple[int, int] | None]:
         """Of each session, what it was forked from."""
@@ -640,10 +642,7 @@ class Journal:
         """The ordinals that a session no longer shows, without those below them."""
         ordinals: set[int] = set()
         for place in columns.places(codec.DROP, number):
-            record = codec.decode(self._log.read(columns.entries[place]))
-            if not isinstance(record, codec.DropRecord) or record.session != number:
-                raise CorruptTree(f"the record of what session {number} dropped is that of something else")
-            ordinals.update(record.ordinals)
+            ordinals.update(self._read(columns.entries[place], codec.DropRecord, "a drop in ").ordinals)
         return tuple(sorted(ordinals))
 
     def _pinned(self, columns: Columns, number: int) -> dict[bytes, int]:
@@ -773,7 +772,7 @@ class Journal:
         shown = (places != MISSING) & ~below(self.dropped(columns, number), parents, first)
         latest = (np.flatnonzero(shown)[-recent:] + first).tolist() if recent else ()
         leads = {*last.values(), *self._pinned(columns, number).values(), *held, *latest}
-        dead = shown & ~np.frombuffer(above(leads, parents, first), np.bool)
+        dead = shown & ~above(leads, parents, first)
         above_them = np.array(parents, np.int64) - first
         topmost = dead & ((above_them < 0) | ~dead[np.clip(above_them, 0, max(len(dead) - 1, 0))])
         return (np.flatnonzero(topmost) + first).tolist()

@@ -27,8 +27,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pyrsistent import PMap
 
+from sessiontree.backends.base import Progress
 from sessiontree.backends.blobs import FeatureFolder
-from sessiontree.compaction import GcReport, Progress, compact
+from sessiontree.compaction import GcReport, compact
 from sessiontree.details import NO_DETAILS, Details
 from sessiontree.draft import Draft, checked_finish_reason
 from sessiontree.edits import Content, Edit, Plan, plan_linear, plan_prefix, plan_rewrite, without_bos
@@ -387,8 +388,8 @@ class Session:
 
     def _swap_durably(self, journal: Journal, operation: Callable[[SessionTree], tuple[SessionTree, T]]) -> T:
         """The same on disk: where changes are to be durable before anybody sees them, others may write behind this meanwhile."""
-        if journal.waits and journal.leading:
-            raise Unsupported("a signal handler that comes in while its thread is writing to the disk cannot wait for the disk")
+        if journal.waits:
+            _check_may_wait(journal)
         with self._lock:
             while True:
                 self._check_open()
@@ -612,8 +613,8 @@ class Session:
         """Raises Unsupported in a signal handler or finalizer that comes in where it would undo what is being done."""
         if self._lock._is_owned():
             raise Unsupported(f"nothing is pinned or dropped in the middle of another operation on session {self.id!r}")
-        if waits and self._store._journal is not None and self._store._journal.leading:
-            raise Unsupported("a signal handler that comes in while its thread is writing to the disk cannot wait for the disk")
+        if waits and self._store._journal is not None:
+            _check_may_wait(self._store._journal)
 
     def drop(self, *nodes: Node | bytes) -> None:
         """Forget nodes and all below them. Whoever holds them keeps them; :meth:`SessionStore.gc` gives their bytes back.
@@ -1086,8 +1087,8 @@ class SessionStore:
         if recent is not None and as_index(recent, "recent") < 0:
             raise OutOfRange(f"recent is {recent}, below 0", value=recent, limit=0)
         self._check_open()
-        if self._journal is not None and self._journal.leading:
-            raise Unsupported("a signal handler that comes in while its thread is writing to the disk cannot compact it")
+        if self._journal is not None:
+            _check_may_wait(self._journal)
         with self._collecting:
             if self._collects:
                 raise Unsupported("gc was called in the middle of gc")
@@ -1245,6 +1246,12 @@ class SessionStore:
     def __repr__(self) -> str:
         where = "in memory" if self._journal is None else f"at {self._journal.path}"
         return f"<SessionStore {where}, {len(self._sessions)} sessions open>"
+
+
+def _check_may_wait(journal: Journal) -> None:
+    """Raises Unsupported in a signal handler that stands in the way of what it would wait for."""
+    if journal.leading:
+        raise Unsupported("a signal handler that comes in while its thread is writing to the disk cannot wait for the disk")
 
 
 def _check_expected(session: Session, scheme: PositionScheme | str | None, model_fingerprint: str | None) -> None:

@@ -37,8 +37,8 @@ class NodeSource(Protocol):
     """Nodes of one session by their ordinals, in commit order.
 
     ``first``: that of the first one here, behind the root or a path; ``len``: how many ordinals there are from there on, of which
-    ``missing`` have no node, or none any more. ``lenient``: damage is known and told of, so whoever goes
-    through all of them goes on behind a node that cannot be read.
+    ``missing`` have no node, or none any more. ``lenient``: damage is known and told of, so whoever goes through all of them goes
+    on behind a node that cannot be read.
     """
 
     first: int
@@ -87,6 +87,10 @@ class StoredIndex(NodeIndex):
         self.by_id: Any = _ById(weakref.proxy(self))
         self.by_key: Any = _ByKey(weakref.proxy(self))
         root._extent.writer = root._extent.writer or self.writer
+
+    @property
+    def missing(self) -> int:
+        return self.source.missing
 
     def add(self, node: Node) -> None:
         raise AssertionError("a stored index is never written to")

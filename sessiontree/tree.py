@@ -112,7 +112,7 @@ class SessionTree(Sealed):
         return pmap({name: handed_head(head) for name, head in self._heads.items()}, pre_size=8)
 
     def __len__(self) -> int:
-        return self._count - self._index.missing
+        return self._count - self._index.bottom.missing
 
     def __iter__(self) -> Iterator[Node]:
         return self._index.walk(self._count)
@@ -376,9 +376,7 @@ class SessionTree(Sealed):
         """
         roots = [self._resolve(node) for node in nodes]
         self._check_held(roots, ((f"head {name!r}", head.node) for name, head in self._heads.items()))
-        lowest = self._index
-        while lowest.base is not None:
-            lowest = lowest.base
+        lowest = self._index.bottom
         source = None if lowest._tip_source is None else lowest._tip_source()
         index = NodeIndex(lowest.root, lowest.limits, tip=lowest.tip, tip_source=source)
         gone = {node.id for node in roots}

@@ -12,7 +12,7 @@ import os
 import posixpath
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from sessiontree.backends.system import System
@@ -320,3 +320,26 @@ def _reachable(path: str, names: dict[str, int]) -> bool:
         if path not in names:
             return False
     return True
+
+
+def mutated(rng: random.Random, whole: bytes, magic: bytes, forge: Callable[[bytearray], None]) -> tuple[bytearray, bool]:
+    """Some bytes of a file of frames changed, moved or left out, and whether one was forged: with checksums made to fit."""
+    data = bytearray(whole)
+    forged = False
+    for _ in range(rng.choice((1, 1, 1, 2, 5))):
+        at, size, other = rng.randrange(len(data) + 1), rng.choice((1, 1, 4, 12, 40, 300)), rng.randrange(len(whole))
+        match rng.randrange(6):
+            case 0:
+                data[at : at + 1] = bytes([rng.randrange(256)])
+            case 1:
+                data[at : at + size] = rng.choice((rng.randbytes(size), bytes(size), magic * (size // 4)))
+            case 2:
+                data[at : at + size] = whole[other : other + size]
+            case 3:
+                data[at:at] = whole[other : other + size]
+            case 4:
+                del data[at : at + size]
+            case _ if len(data) == len(whole):
+                forge(data)
+                forged = True
+    return data, forged

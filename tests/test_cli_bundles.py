@@ -10,8 +10,6 @@ import pytest
 from sessiontree import SessionStore
 from tests.command_line import conversation, generate, json_of, run, text_of
 
-pytest.importorskip("sessiontree.bundles")
-
 
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sessiontree import SessionStore
+from sessiontree.fsck import fsck, stats
 from tests.command_line import conversation, flip, generate, json_of, run, sessiontree, text_of
 
 
@@ -106,7 +107,6 @@ def test_gc_beside_a_reader(chats: Path) -> None:
 
 # --- fsck, stats ------------------------------------------------------------------------------------------------------
 def test_fsck_of_a_sound_store(chats: Path) -> None:
-    fsck = pytest.importorskip("sessiontree.fsck").fsck
     assert json_of("fsck", chats) == fsck(chats).to_dict() | {"salvage": None}
     lines = text_of("fsck", chats).splitlines()
     assert lines[0] == "nothing is damaged" and ["damaged", "0"] in [line.split() for line in lines]
@@ -114,7 +114,6 @@ def test_fsck_of_a_sound_store(chats: Path) -> None:
 
 
 def test_fsck_names_damage_and_saves_the_rest(chats: Path, tmp_path: Path) -> None:
-    pytest.importorskip("sessiontree.fsck")
     nodes = shown_in(chats)
     flip(chats, b"other")
     before = {file.name: file.read_bytes() for file in chats.rglob("*") if file.is_file()}
@@ -135,7 +134,6 @@ def test_fsck_names_damage_and_saves_the_rest(chats: Path, tmp_path: Path) -> No
 
 
 def test_stats(chats: Path) -> None:
-    stats = pytest.importorskip("sessiontree.fsck").stats
     with SessionStore.open(chats) as store:
         item = store.get("chat-1").head("main").node.media_spans()[0][0]
         store.put_features(item, np.ones(3))
@@ -145,7 +143,6 @@ def test_stats(chats: Path) -> None:
 
 
 def test_reports_are_safe_for_terminals(tmp_path: Path) -> None:
-    pytest.importorskip("sessiontree.fsck")
     name = "id\x1b[2J\u202e"
     with SessionStore.open(tmp_path / "store") as store:
         session = store.create(name, scheme="text@hf5")

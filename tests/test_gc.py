@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -61,7 +60,7 @@ from tests.disk_model import (
     short,
 )
 from tests.test_robustness import coming_in, forked
-from tests.test_segment_log import Interrupt, names_of
+from tests.test_segment_log import Interrupt
 from tests.test_store_disk import ROOT, an_image, answer, append, blob_files, in_process, pixels, say, text_session
 from tests.toy import VE, VS, a_turn, in_threads, toy_scheme, turn
 
@@ -1445,18 +1444,6 @@ class Anywhere(Interrupt):
         module.__file__
         for module in (segment_log, frames, scan, journal, compaction, sessiontree.store, sessiontree.stored, sessiontree.tree)
     )
-
-    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename not in self.FILES:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode" and self.left >= 0:
-            self.left -= self._last.get(frame, "").startswith(("CALL", "RESUME", "JUMP_BACKWARD"))
-            if not self.left:
-                self.left = -1
-                raise KeyboardInterrupt
-            self._last[frame] = names_of(frame.f_code)[frame.f_lasti]
-        return self
 
 
 def interrupt(n: int, act: Callable[[], object]) -> bool:

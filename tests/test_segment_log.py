@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ from sessiontree.errors import (
     StoreFailed,
     StoreLocked,
 )
-from tests.disk import Disk, Fault
+from tests.disk import Disk, Fault, mutated
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
 DURABILITIES: tuple[Durability, ...] = ("commit", "group", "relaxed")
@@ -503,25 +503,7 @@ def test_c85_mutated_frames_are_frames_of_the_log_or_none() -> None:
             data[stop : stop + 4] = struct.pack("<I", zlib.crc32(b"".join(heads), crc))
 
     for _ in range(1_000_000 if SOAK else 20_000):
-        data = bytearray(whole)
-        forged = False
-        for _ in range(rng.choice((1, 1, 1, 2, 5))):
-            at, size = rng.randrange(len(data) + 1), rng.choice((1, 1, 4, 12, 40, 300))
-            other = rng.randrange(len(whole))
-            match rng.randrange(6):
-                case 0:
-                    data[at : at + 1] = bytes([rng.randrange(256)])
-                case 1:
-                    data[at : at + size] = rng.choice((rng.randbytes(size), bytes(size), frames.FRAME_MAGIC * (size // 4)))
-                case 2:
-                    data[at : at + size] = whole[other : other + size]
-                case 3:
-                    data[at:at] = whole[other : other + size]
-                case 4:
-                    del data[at : at + size]
-                case _ if len(data) == len(whole):
-                    forge(data)
-                    forged = True
+        data, forged = mutated(rng, whole, frames.FRAME_MAGIC, forge)
         disk.files[file] = data
         disk.read = disk.asked = 0
         strict = rng.random() < 0.5
@@ -1145,14 +1127,16 @@ def names_of(code: CodeType) -> dict[int, str]:
 
 
 class Interrupt:
-    """A trace function that raises KeyboardInterrupt at the n-th place of the log's code where CPython looks for signals."""
+    """A trace function that raises KeyboardInterrupt at the n-th place of some files' code where CPython looks for signals."""
+
+    FILES: ClassVar = frozenset(module.__file__ for module in (segment_log, frames, scan))
 
     def __init__(self, n: int) -> None:
         self.left = n
         self._last: dict[FrameType, str] = {}
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename not in (segment_log.__file__, frames.__file__, scan.__file__):
+        if frame.f_code.co_filename not in self.FILES:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode" and self.left >= 0:

@@ -9,8 +9,10 @@ from numpy.typing import NDArray
 
 from sessiontree.errors import StoreFailed
 
+Progress = Callable[[int, int], object]  # is told how much of how much is done
 Durability = Literal["commit", "group", "relaxed"]
-Records = Sequence[tuple[bytes | tuple[bytes, ...], bytes]]  # each whole or in parts, and what an index is to know of it
+Bytes = bytes | tuple[bytes, ...]  # of one record, whole or in parts
+Records = Sequence[tuple[Bytes, bytes]]  # of one batch: the bytes, and what an index is to know of them
 
 
 class Lease(Protocol):

@@ -111,7 +111,7 @@ class FeatureFolder:
         """Names of the files that are there."""
         with self._lock:
             self._latest.clear()
-        return {name for _, _, files in os.walk(self._path) for name in files if len(name) == 2 * _DIGEST}
+        return {name for where, _, files in os.walk(self._path) for name in files if is_place(os.path.join(where, name))}
 
     def fresh(self) -> set[str]:
         """Names of those that were put by this process, but for those that came()."""

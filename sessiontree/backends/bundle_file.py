@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from sessiontree.backends.base import Durability, Lease
+from sessiontree.backends.base import Bytes, Durability, Lease, Records
 from sessiontree.backends.frames import (
     CHUNK,
     CRC,
@@ -34,17 +34,17 @@ from sessiontree.backends.frames import (
     FRAME_OVERHEAD,
     HEAD,
     HEADER,
+    MAX_RECORD,
     PLACE,
-    Bytes,
     End,
     Entries,
     Keys,
-    Records,
     Window,
     build_frame,
     checksum,
     crc32,
     header_at,
+    is_sound,
     size_of,
     write_all,
 )
@@ -53,7 +53,6 @@ from sessiontree.errors import CorruptTree, IncompatibleStore, LimitExceeded, St
 
 VERSION: Final = 1
 SEGMENT: Final = 1
-MAX_RECORD: Final = 2**28
 _START: Final = b"sessiontree bundle "
 _LONGEST_LINE: Final = 256
 _DIGITS: Final = 20
@@ -335,7 +334,7 @@ class BundleFile:
             record = get(offset, length)
         except OSError as error:
             raise StoreFailed(f"the bundle {self._path} cannot be read: {error.strerror}", errno=error.errno) from error
-        if len(record) != length or checksum(record, self._keys.seed ^ length) != crc:
+        if not is_sound(record, length, crc, self._keys.seed):
             raise self._damaged(offset, f"the record of {length} bytes does not match its checksum")
         return record
 

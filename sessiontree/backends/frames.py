@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from sessiontree.backends.base import Bytes, Records
 from sessiontree.backends.system import System
 from sessiontree.errors import CorruptTree, IncompatibleStore
 
@@ -25,8 +26,6 @@ except ImportError:
 
 crc32 = zlib.crc32
 
-Bytes = bytes | tuple[bytes, ...]  # of one record, whole or in parts
-Records = Sequence[tuple[Bytes, bytes]]  # of one batch: the bytes, and the prefix of the entry
 Entries = npt.NDArray[np.void]
 
 # What the index keeps of a record: the prefix that its writer gives, then its place.
@@ -58,6 +57,7 @@ _BLOCK_MAGIC: Final = b"\xf5sti"
 FRAME_OVERHEAD: Final = HEADER.size + CRC.size
 
 CHUNK: Final = 2**20
+MAX_RECORD: Final = 2**28
 _MASK: Final = 0xFFFFFFFF
 _HELD = 5120  # crc32 keeps the GIL up to this length
 _SLICED = 2**16
@@ -77,6 +77,11 @@ def checksum(data: bytes, seed: int) -> int:
 
 def size_of(record: Bytes) -> int:
     return len(record) if isinstance(record, bytes) else sum(map(len, record))
+
+
+def is_sound(record: bytes, length: int, crc: int, seed: int) -> bool:
+    """Whether a record is what its entry says, under its store's seed."""
+    return len(record) == length and crc32(record, seed ^ length) == crc
 
 
 # frames ---------------------------------------------------------------------------------------------------------------------

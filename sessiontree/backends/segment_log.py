@@ -56,12 +56,13 @@ from weakref import WeakSet, ref
 
 import numpy as np
 
-from sessiontree.backends.base import Durability, Overtaken, WriteLost
+from sessiontree.backends.base import Durability, Overtaken, Records, WriteLost
 from sessiontree.backends.frames import (
     CHUNK,
     ENTRY,
     FRAME_OVERHEAD,
     HEAD,
+    MAX_RECORD,
     NO_BASE,
     PREFIX_SIZE,
     VERSION,
@@ -70,11 +71,11 @@ from sessiontree.backends.frames import (
     Entries,
     Frame,
     Keys,
-    Records,
     Window,
     block_of,
     build_frame,
     crc32,
+    is_sound,
     numbered,
     read_base,
     read_format,
@@ -92,7 +93,6 @@ __all__ = ["ENTRY", "PREFIX_SIZE", "Durability", "Lease", "SegmentLog"]
 
 T = TypeVar("T")
 
-MAX_RECORD: Final = 2**28
 MAX_BATCH: Final = 2**31
 MAX_BACKLOG: Final = 64 * 2**20  # bytes in line, above which who hands over helps to write
 _FRAME_BYTES: Final = 2**20  # what one frame takes of what is pending, unless one batch alone is larger
@@ -334,8 +334,8 @@ class SegmentLog:
             record = self._pread(segment, offset, length)
         except OSError as error:
             raise self._unreadable(segment, offset, error) from error
-        if len(record) != length or crc32(record, self._keys.seed ^ length) != crc:
-            raise _damaged(segment, offset, f"the record of {length} bytes does not match its checksum")
+        if not is_sound(record, length, crc, self._keys.seed):
+            raise _mismatched(segment, offset, length)
         return record
 
     def _unreadable(self, segment: int, offset: int, error: OSError) -> CorruptTree | StoreFailed:
@@ -412,7 +412,8 @@ class SegmentLog:
 
     def relieve(self) -> None:
         """Where more is in line than MAX_BACKLOG, write until it is not. Raises nothing: the next ``enqueue`` does."""
-        while self._backlog > MAX_BACKLOG and not self._refused and self._leader != threading.get_ident():
+        me = threading.get_ident()
+        while self._backlog > MAX_BACKLOG and self._written < self.enqueued and not self._refused and self._leader != me:
             try:
                 if not self._lead(self.enqueued, sync=False):
                     time.sleep(0.001)
@@ -483,16 +484,9 @@ class SegmentLog:
 
     def _reject(self, error: OSError) -> None:
         """Undo a failed write on the disk, and lose all batches in line: a later one may rest on an earlier one."""
-        end = self._end
         if self._durability != "commit":
             raise self._stop("a write failed", error)
-        try:
-            if end.fd >= 0:
-                self._system.ftruncate(end.fd, end.offset)
-                self._system.fdatasync(end.fd)
-                self._room = end.offset
-        except OSError as second:
-            raise self._stop(f"a write failed ({error}) and could not be undone", second) from error
+        self._undo(error)
         with self._mutex:
             base, items, frame, lost = self._queue
             first = base + 1 if frame is None else frame.first
@@ -503,6 +497,17 @@ class SegmentLog:
             self._queue = (base + n, items[n:], None, (*lost, (first, base + n, error)))
             self._written = base + n
             self._backlog = 0
+
+    def _undo(self, error: OSError) -> None:
+        """Cut what a failed write may have left behind the end."""
+        end = self._end
+        try:
+            if end.fd >= 0:
+                self._system.ftruncate(end.fd, end.offset)
+                self._system.fdatasync(end.fd)
+                self._room = end.offset
+        except OSError as second:
+            raise self._stop(f"a write failed ({error}) and could not be undone", second) from error
 
     def _settled(self, number: int) -> bool:
         for first, last, error in self._queue[3]:
@@ -602,15 +607,19 @@ class SegmentLog:
             size += more
         if not n:
             return None
-        end = self._end
-        if end.fd < 0 or (end.offset and end.offset + size > self._segment_bytes):
-            self._roll()
+        self._fit(size)
         frame = build_frame(self._keys, self._end, self._synced, base + 1, items[:n])
         with self._mutex:
             base, items, _, lost = self._queue
             self._queue = (base + n, items[n:], frame, lost)
             self._backlog = self._backlog - size if self._queue[1] else 0  # a signal handler may have come in while it was added to
         return frame
+
+    def _fit(self, size: int) -> None:
+        """Be in a segment that has room for a frame of so many bytes."""
+        end = self._end
+        if end.fd < 0 or (end.offset and end.offset + size > self._segment_bytes):
+            self._roll()
 
     def _publish(self, frame: Frame) -> None:
         self._put(frame)
@@ -788,8 +797,8 @@ class SegmentLog:
                     fd = self._system.open(segment_path(self._segments, segment, "seg"), os.O_RDONLY)
                     window = Window(self._system, fd)
                 record = window.get(offset, length)
-                if len(record) != length or crc32(record, self._keys.seed ^ length) != crc:
-                    raise _damaged(segment, offset, f"the record of {length} bytes does not match its checksum")
+                if not is_sound(record, length, crc, self._keys.seed):
+                    raise _mismatched(segment, offset, length)
                 yield record
         except OSError as error:
             raise self._unreadable(current, 0, error) from error
@@ -838,20 +847,14 @@ class SegmentLog:
         """One frame of records that are in no line. The caller is alone."""
         assert self._keys is not None
         size = FRAME_OVERHEAD + sum([HEAD.size + size_of(record) for record, _ in records])
-        if self._end.fd < 0 or (self._end.offset and self._end.offset + size > self._segment_bytes):
-            self._roll()
+        self._fit(size)
         frame = build_frame(self._keys, self._end, self._synced, 0, (records,))
         if frame.end.offset > self._room:
             self._reserve(frame.end.offset)
         try:
             write_all(self._system, frame.end.fd, frame.parts, frame.end.frame)
         except OSError as error:
-            try:
-                self._system.ftruncate(frame.end.fd, frame.end.frame)
-                self._system.fdatasync(frame.end.fd)
-                self._room = frame.end.frame
-            except OSError as second:
-                raise self._stop(f"a write failed ({error}) and could not be undone", second) from error
+            self._undo(error)
             raise
         self._sync_fd(frame.end.fd)  # all of the segment, under relaxed too
         self._put(frame)
@@ -1143,6 +1146,10 @@ def _never_durable(reason: str, first: int, last: int, error: OSError) -> StoreF
 
 def _damaged(segment: int, offset: int, what: str) -> CorruptTree:
     return CorruptTree(f"segment {segment}, offset {offset}: {what}", segment=segment, offset=offset)
+
+
+def _mismatched(segment: int, offset: int, length: int) -> CorruptTree:
+    return _damaged(segment, offset, f"the record of {length} bytes does not match its checksum")
 
 
 _forking: Final = new_lock()

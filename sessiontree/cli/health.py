@@ -34,7 +34,7 @@ def fsck(
     Reads all of it again and compares every digest; changes nothing. Names what is damaged and what depends on that, and tells
     it from a write that was cut short. Exit code 1: something is damaged.
     """
-    from sessiontree.fsck import fsck as checked  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+    from sessiontree.fsck import fsck as checked  # noqa: PLC0415
     from sessiontree.fsck import salvage as saved  # noqa: PLC0415
 
     check_store(store)
@@ -91,7 +91,7 @@ def stats(store: Store, as_json: Json = False) -> int:
 
     Bytes by kind, live and dead, how much is shared, how deep and wide sessions are.
     """
-    from sessiontree.fsck import stats as counted  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+    from sessiontree.fsck import stats as counted  # noqa: PLC0415
 
     check_store(store)
     facts = report_facts(counted(store))

@@ -46,7 +46,7 @@ def export(
 
     All of them, those that are named, or what stands below one node.
     """
-    from sessiontree.bundles import export_bundle  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+    from sessiontree.bundles import export_bundle  # noqa: PLC0415
 
     if sessions and start is not None:
         raise Usage("either sessions are exported, or what stands below --from")
@@ -85,7 +85,7 @@ def import_(
 
     Every digest is checked; what is there already stays, and a second time changes nothing.
     """
-    from sessiontree.bundles import import_bundle, open_bundle  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+    from sessiontree.bundles import import_bundle, open_bundle  # noqa: PLC0415
 
     if not file.is_file():
         raise NoStore(f"there is no bundle at {file}")

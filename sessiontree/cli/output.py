@@ -18,14 +18,12 @@ from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import Any, Final
 
-import attrs
 import numpy as np
 import typer
 
+from sessiontree.backends.base import Progress
 from sessiontree.errors import CorruptTree, IncompatibleStore, SessionTreeError, StoreFailed, StoreLocked
 from sessiontree.render import NeedsExtra
-
-Progress = Callable[[int, int], None]
 
 
 class Code(IntEnum):
@@ -204,7 +202,7 @@ def flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 def report_facts(report: Any) -> dict[str, Any]:
     """A report of the library in JSON: what it says itself, ids in hexadecimal."""
-    facts: dict[str, Any] = report.to_dict() if hasattr(report, "to_dict") else attrs.asdict(report)
+    facts: dict[str, Any] = report.to_dict()
     return facts
 
 

@@ -36,7 +36,7 @@ def reading(path: Path, lenient: bool = False) -> Iterator[Any]:
     ``lenient``: what is sound of a damaged store. Raises NoStore, IncompatibleStore, CorruptTree, StoreFailed.
     """
     if path.is_file():
-        from sessiontree.bundles import open_bundle  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+        from sessiontree.bundles import open_bundle  # noqa: PLC0415
 
         with open_bundle(path) as bundle:
             yield bundle

@@ -6,9 +6,9 @@ record names is there. :func:`salvage` writes what is sound to a new store. :fun
 looks at, or takes its lock: they work beside a process that writes, and see the store as it was when they read it.
 """
 
+from sessiontree.backends.base import Progress
 from sessiontree.fsck.report import Damage, Finding, Report, fsck
 from sessiontree.fsck.salvage import SalvageReport, salvage
 from sessiontree.fsck.stats import SessionStats, Stats, stats
-from sessiontree.fsck.survey import Progress
 
 __all__ = ["Damage", "Finding", "Progress", "Report", "SalvageReport", "SessionStats", "Stats", "fsck", "salvage", "stats"]

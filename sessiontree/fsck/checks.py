@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from sessiontree import codec
 from sessiontree.backends import blobs
-from sessiontree.backends.frames import CHUNK, ENTRY, Window, crc32
+from sessiontree.backends.frames import CHUNK, ENTRY, Window, is_sound
 from sessiontree.backends.system import System
 from sessiontree.errors import CorruptTree, SessionTreeError, StoreFailed
 from sessiontree.positions import PositionScheme, scheme
@@ -72,7 +72,7 @@ def check(task: Task, system: Any, tell: Callable[[int], None] | None = None) ->
         window = Window(system, fd)
         for at, (kind, session, offset, length, crc, above) in enumerate(zip(*fields, task.above, strict=True)):
             record = window.get(offset, length)
-            if len(record) != length or crc32(record, seed ^ length) != crc:
+            if not is_sound(record, length, crc, seed):
                 raise Moved(task.path, offset)
             if tell is not None and offset >= told:
                 tell(offset)

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sessiontree import codec
+from sessiontree.backends.base import Progress
 from sessiontree.backends.frames import HEAD, NO_BASE, segment_path
-from sessiontree.fsck.survey import ALIEN, NONE, Problem, Progress, Sidecar, Survey, surveyed
+from sessiontree.fsck.survey import ALIEN, NONE, Problem, Sidecar, Survey, surveyed
 
 
 @attrs.frozen

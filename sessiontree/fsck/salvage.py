@@ -17,11 +17,12 @@ import numpy as np
 
 from sessiontree import codec
 from sessiontree.backends import blobs
+from sessiontree.backends.base import Progress
 from sessiontree.backends.segment_log import SegmentLog
 from sessiontree.errors import IncompatibleStore, StoreFailed
 from sessiontree.fsck.checks import Moved
 from sessiontree.fsck.report import Examined, Report, plain
-from sessiontree.fsck.survey import NONE, ROOT, Held, Progress, surveyed
+from sessiontree.fsck.survey import NONE, ROOT, Held, surveyed
 from sessiontree.journal import prefix_of
 
 _BATCH_BYTES: Final = 2**20

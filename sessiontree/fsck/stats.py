@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sessiontree import codec
+from sessiontree.backends.base import Progress
 from sessiontree.backends.frames import HEAD
 from sessiontree.fsck.report import Examined, plain
-from sessiontree.fsck.survey import NONE, ROOT, Progress, Survey, surveyed
+from sessiontree.fsck.survey import NONE, ROOT, Survey, surveyed
 
 
 @attrs.frozen

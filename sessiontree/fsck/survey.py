@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from sessiontree import codec
 from sessiontree.backends import blobs
+from sessiontree.backends.base import Progress
 from sessiontree.backends.frames import (
     CRC,
     ENTRY,
@@ -37,6 +38,7 @@ from sessiontree.backends.frames import (
     Window,
     crc32,
     header_at,
+    is_sound,
     numbered,
     read_base,
     read_cover,
@@ -49,10 +51,9 @@ from sessiontree.backends.system import System
 from sessiontree.digest import ID_BYTES
 from sessiontree.errors import CorruptTree, IncompatibleStore, SessionTreeError, StoreFailed
 from sessiontree.fsck.checks import Checked, Checks, Moved, Task
-from sessiontree.journal import prefix_of
+from sessiontree.journal import LATER, prefix_of
 from sessiontree.positions import PositionScheme, scheme
 
-Progress = Callable[[int, int], None]
 Numbers = NDArray[np.int64]
 
 # Instead of a record's number:
@@ -60,7 +61,6 @@ ROOT: Final = -1  # the root of its session
 NONE: Final = -2  # no node, or none that is there
 
 ALIEN: Final = 254  # the kind of what has a sound checksum and is no record
-_LATER: Final = 255  # the kind of a record that a later library wrote
 _PAGE: Final = 4096
 _ATTEMPTS: Final = 3
 _MUCH: Final = 2**27  # bytes from which on helpers are worth their start
@@ -437,7 +437,7 @@ class Survey:
             record = b""
             while len(record) < length and (part := self.system.pread(fd, length - len(record), offset + len(record))):
                 record += part
-            if len(record) != length or crc32(record, self.keys.seed ^ length) != crc:
+            if not is_sound(record, length, crc, self.keys.seed):
                 raise Moved(path, offset)
             return record
 
@@ -762,7 +762,7 @@ class Survey:
 
     def _note(self, number: int, kind: int, data: bytes) -> None:
         """Note what a record says that is no node's."""
-        if kind == _LATER:
+        if kind == LATER:
             self.unknown += 1
             return
         try:

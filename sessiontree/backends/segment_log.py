@@ -791,9 +791,9 @@ class SegmentLog:
         try:
             for segment, offset, length, crc in entries[["segment", "offset", "length", "crc"]].tolist():
                 if window is None or segment != current:
-                    if fd >= 0:
-                        self._system.close(fd)
-                    fd, current = -1, segment
+                    before, fd, current = fd, -1, segment  # closed once, whatever comes in between
+                    if before >= 0:
+                        self._system.close(before)
                     fd = self._system.open(segment_path(self._segments, segment, "seg"), os.O_RDONLY)
                     window = Window(self._system, fd)
                 record = window.get(offset, length)

@@ -2,5 +2,15 @@
 
 from engine_bridge.adapters.transformers import to_transformers
 from engine_bridge.request import RequestInputs, request_inputs
+from engine_bridge.rows import BatchSpan
+from engine_bridge.stager import DecodeBatch, ExtendBatch, InputStager
 
-__all__ = ["RequestInputs", "request_inputs", "to_transformers"]
+__all__ = [
+    "BatchSpan",
+    "DecodeBatch",
+    "ExtendBatch",
+    "InputStager",
+    "RequestInputs",
+    "request_inputs",
+    "to_transformers",
+]

@@ -28,7 +28,8 @@ from sessiontree.errors import (
 )
 from sessiontree.frozen import checked_text, freeze_metadata, handed_out
 from sessiontree.media import MediaItem
-from sessiontree.node import MediaSpan, Node, Origin, open_item, positions_array, positions_in, write_positions
+from sessiontree.node import MediaSpan, Node, Origin, open_item, positions_array, positions_in
+from sessiontree.node import position_pieces as node_pieces
 from sessiontree.positions import Mode, PositionScheme, PositionState
 from sessiontree.positions.runs import Piece, write
 from sessiontree.tokens import (
@@ -337,16 +338,10 @@ class Draft:
     ) -> NDArray[Any]:
         """Positions of path tokens ``[start, stop)``: (num_axes, stop - start), read-only. As for a node."""
         first, last = window(start, stop, self.stop)
-        scheme = self.scheme
-        positions, pen = positions_array(scheme, last - first, out)
-        state = positions_in(self.parent, mode).state
-        split = min(max(self.start, first), last)
-        write_positions(self.parent, min(first, self.start), min(split, self.start), mode, pen[:, : split - first])
-        if split < last:
-            plan = (
-                scheme.plan_decode(state, len(self._tokens)) if mode == "as_decoded" else scheme.plan(state, self._tokens.tobytes())
-            )
-            write([Piece(0, plan[0], split - self.start, last - self.start)], pen[:, split - first :])
+        positions, pen = positions_array(self.scheme, last - first, out)
+        pieces = position_pieces(self, first, last, mode)
+        if pieces:
+            write(pieces, pen)
         return positions
 
     def media_spans(self, start: int = 0, stop: int | None = None) -> tuple[MediaSpan, ...]:
@@ -366,6 +361,18 @@ class Draft:
 
     def __reduce__(self) -> Any:
         raise TypeError("a draft belongs to its session and is not pickled")
+
+
+def position_pieces(draft: Draft, start: int, stop: int, mode: Mode) -> list[Piece]:
+    """What of its path's runs covers path tokens ``[start, stop)``, as :func:`sessiontree.node.position_pieces` for a node."""
+    own = draft.start
+    pieces = node_pieces(draft.parent, min(start, own), min(stop, own), mode)
+    if stop > own:
+        scheme, state, tokens = draft.scheme, positions_in(draft.parent, mode).state, draft._tokens
+        plan = scheme.plan_decode(state, len(tokens)) if mode == "as_decoded" else scheme.plan(state, tokens.tobytes())
+        begin = max(start, own)
+        pieces.append(Piece(begin - start, plan[0], begin - own, stop - own))
+    return pieces
 
 
 def checked_finish_reason(finish_reason: Any) -> str:

@@ -516,11 +516,18 @@ def positions_array(scheme: PositionScheme, count: int, out: Any) -> tuple[NDArr
 
 def write_positions(node: Node, start: int, stop: int, mode: Mode, out: NDArray[Any]) -> None:
     """Write the positions of path tokens ``[start, stop)`` into ``out``, (num_axes, stop - start)."""
+    pieces = position_pieces(node, start, stop, mode)
+    if pieces:
+        write(pieces, out)
+
+
+def position_pieces(node: Node, start: int, stop: int, mode: Mode) -> list[Piece]:
+    """What of its path's runs covers path tokens ``[start, stop)``, in path order; columns count from ``start``."""
     positions_in(node, mode)  # an empty window of an unknown mode is refused too
+    pieces: list[Piece] = []
     if start == stop:
-        return
+        return pieces
     at = deepest_from(node, stop - 1)
-    pieces = []
     while True:
         begin, end = max(start, at.start), min(stop, at.stop)
         if begin < end:
@@ -529,7 +536,7 @@ def write_positions(node: Node, start: int, stop: int, mode: Mode, out: NDArray[
             break
         at = _parent(at)
     pieces.reverse()
-    write(pieces, out)
+    return pieces
 
 
 def clipped_spans(node: Node, start: int, stop: int) -> list[tuple[MediaItem, int, int, int]]:

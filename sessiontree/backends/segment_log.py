@@ -747,7 +747,8 @@ class SegmentLog:
                             pass
                         if self._failure is not None:
                             raise self._failed()
-                        return work()
+                        done = work()
+                    return done
             except OSError as error:
                 raise StoreFailed(f"{self._path} was not compacted: {error}", errno=error.errno) from error
             finally:

@@ -159,6 +159,7 @@ class PositionScheme(Sealed):
     per_frame: ClassVar[bool] = False  # whether each frame of a video is a block, with a span of its own
     carries: ClassVar[tuple[int, ...]] = (0,)  # how many numbers a state carries
     floats: ClassVar[bool] = False  # whether positions are computed in float32, whatever they are given out as
+    usual_delta: ClassVar[bool] = True  # whether the delta is max_position + 1 - num_tokens
 
     __slots__ = ("_params", "max_position_limit", "name", "rule")
 

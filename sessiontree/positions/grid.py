@@ -212,6 +212,7 @@ class GlmImage(Qwen2VL):
     family: ClassVar[str] = "glm_image"
     rules: ClassVar[tuple[str, ...]] = ("hf5", "sglang")
     carries: ClassVar[tuple[int, ...]] = (0, 1)
+    usual_delta: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {"image_token_id": None, "image_start_token_id": None, "image_end_token_id": None}
 
     def merged_grid(self, item: MediaItem) -> tuple[int, int, int]:

@@ -330,6 +330,7 @@ class Qwen3Omni(Qwen3OmniWhole):
     pairs: ClassVar[bool] = True
     dtype: ClassVar[np.dtype[Any]] = np.dtype(np.float32)
     floats: ClassVar[bool] = True
+    usual_delta: ClassVar[bool] = False
 
     def initial_state(self) -> PositionState:
         return PositionState(0, 0.0, -1.0, (), _Run(0.0, 0, 0, 0, None))

@@ -8,7 +8,7 @@ runs packed: bytes are small, and the garbage collector never walks them.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -233,6 +233,19 @@ class Piece(NamedTuple):
     runs: Runs
     start: int
     stop: int
+
+
+def clipped_runs(piece: Piece) -> Iterator[tuple[int, Run, int, int]]:
+    """(column, run, first, stop) for each run that meets ``piece``: its tokens ``[first, stop)`` stand from that column on."""
+    at, runs, start, stop = piece
+    begin = 0  # of a run, in tokens of the node
+    for run in unpacked(runs, stop):
+        first, last = max(start - begin, 0), min(stop - begin, run.length)
+        if first < last:
+            yield at + begin + first - start, run, first, last
+        begin += run.length
+        if begin >= stop:
+            break
 
 
 def write(pieces: Sequence[Piece], out: NDArray[Any]) -> None:

@@ -1,0 +1,145 @@
+"""How a batch lies in a staging area: one run of int32 words at fixed places, so that one copy moves it.
+
+An extend area is a header, columns with a word for each request, columns with a word for each position run, and a payload: the
+token ids, and behind them the numbers of whatever no formula gives (tables, times of frames). Only as much of the payload is
+copied as is used. Floats stand as their bits.
+
+A row of the run columns is ``dst`` (the column of the batch where the run begins; it ends where the next begins), ``kind`` and six
+numbers, which mean by kind, with i the column of the batch and k = i + f5:
+
+==============  =======================================================================================================
+TEXT            every axis: f0 + i
+FLOAT_TEXT      every axis: float32(f1 + i) + f0
+GRID            t = f1 + k // f3 * f2, h = f0 + k % f3 // f4, w = f0 + k % f4
+FRAMES          t = payload[f1 + k // f3], h and w as in GRID
+FLOAT_FRAMES    the same in float32
+ABSOLUTE        the last three axes: k % f4, k // f4, f1; those before: f0 + i
+TABLE           axis a: payload[f1 + a * f2 + k]
+FLOAT_TABLE     the same in float32
+==============  =======================================================================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+WORD: Final = np.dtype("<i4")
+WORD_BYTES: Final = 4
+
+TEXT, FLOAT_TEXT, GRID, FRAMES, FLOAT_FRAMES, ABSOLUTE, TABLE, FLOAT_TABLE = range(8)
+
+HEADER: Final = 8
+#: Words of the header: how much of the columns and the payload is used, and how much of the outputs is to be written.
+NUM_TOKENS, NUM_REQUESTS, NUM_RUNS, DIRTY_TOKENS, DIRTY_REQUESTS, WIDTH = range(6)
+
+FIELDS: Final = 6  # of a run, beside ``dst`` and ``kind``
+
+
+class ExtendLayout(NamedTuple):
+    """Where each part of an extend area begins, in words. ``payload`` has room for all tokens and a table of all of them."""
+
+    max_tokens: int
+    max_requests: int
+    max_runs: int
+    num_axes: int
+
+    @property
+    def cu_seqlens_q(self) -> int:
+        return HEADER
+
+    @property
+    def seq_lens(self) -> int:
+        return self.cu_seqlens_q + self.max_requests + 1
+
+    @property
+    def prefix_lens(self) -> int:
+        return self.seq_lens + self.max_requests
+
+    @property
+    def req_slots(self) -> int:
+        return self.prefix_lens + self.max_requests
+
+    @property
+    def logits_indices(self) -> int:
+        return self.req_slots + self.max_requests
+
+    @property
+    def deltas(self) -> int:
+        return self.logits_indices + self.max_requests
+
+    @property
+    def dst(self) -> int:
+        return self.deltas + self.max_requests
+
+    @property
+    def kind(self) -> int:
+        return self.dst + self.max_runs + 1
+
+    @property
+    def fields(self) -> int:
+        """Of ``FIELDS`` columns, one behind the other."""
+        return self.kind + self.max_runs
+
+    @property
+    def payload(self) -> int:
+        return self.fields + FIELDS * self.max_runs
+
+    @property
+    def words(self) -> int:
+        return self.payload + self.max_tokens * (1 + self.num_axes)
+
+
+def bytes_of(words: NDArray[np.int32]) -> memoryview:
+    """A view of an array through which its bytes can be written."""
+    memory: Any = words
+    return memoryview(memory).cast("B")
+
+
+class ExtendArea:
+    """One extend area as arrays: ``words``, and a view of each of its parts.
+
+    ``num_requests``, ``num_kinds``: how much of the columns, and of ``kind``, the last batch has written.
+    """
+
+    __slots__ = (
+        "cu_seqlens_q",
+        "deltas",
+        "dst",
+        "fields",
+        "header",
+        "header_pen",
+        "kind",
+        "layout",
+        "logits_indices",
+        "num_kinds",
+        "num_requests",
+        "payload",
+        "pen",
+        "prefix_lens",
+        "req_slots",
+        "seq_lens",
+        "words",
+    )
+
+    def __init__(self, layout: ExtendLayout, words: NDArray[np.int32]) -> None:
+        requests, runs = layout.max_requests, layout.max_runs
+        self.layout = layout
+        self.words = words
+        self.num_requests = 0
+        self.num_kinds = 0
+        self.header = words[:HEADER]
+        self.header_pen = bytes_of(self.header)
+        self.cu_seqlens_q = words[layout.cu_seqlens_q :][: requests + 1]
+        self.seq_lens = words[layout.seq_lens :][:requests]
+        self.prefix_lens = words[layout.prefix_lens :][:requests]
+        self.req_slots = words[layout.req_slots :][:requests]
+        self.logits_indices = words[layout.logits_indices :][:requests]
+        self.deltas = words[layout.deltas :][:requests]
+        self.dst = words[layout.dst :][: runs + 1]
+        self.kind = words[layout.kind :][:runs]
+        self.fields = words[layout.fields :][: FIELDS * runs].reshape(FIELDS, runs)
+        self.payload = words[layout.payload :]
+        self.pen = bytes_of(self.payload)

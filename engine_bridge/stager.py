@@ -1,0 +1,804 @@
+"""Whole batches for the GPU: nodes and drafts in, tensors at fixed addresses out, by one copy and one kernel.
+
+Positions travel as runs, a few words however many tokens they cover, and are written out on the device. A batch is gathered
+first, which is where anything can be wrong with it, then written to one staging area in pinned memory, copied and expanded. The
+areas are a ring: one is written again only after the event of its last copy. With CUDA graphs, copy and kernel are one launch.
+
+Requests that decode live on the device: how long their paths are, their deltas and their last tokens. A step sends slots alone.
+
+On the CPU the same class does the same in NumPy, without Triton.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine_bridge.expand import expand_decode, expand_extend
+from engine_bridge.layout import FIELDS, HEADER, WORD, ExtendArea, ExtendLayout, bytes_of
+from engine_bridge.rows import BatchSpan, Gathered, check_scheme, gather, path_of, windows
+from sessiontree import Draft, LimitExceeded, MediaItem, Node, OutOfRange, Unsupported
+from sessiontree.positions import Mode
+from sessiontree.positions.runs import counted
+from sessiontree.tokens import as_index, token_bytes, window
+
+_DTYPES: Final = (torch.int32, torch.int64, torch.float32)
+_pack_header = struct.Struct("<6i").pack_into
+_SMALLEST: Final = 1024  # words of a payload, below which copies are not told apart
+
+
+class _Ring:
+    """Staging areas of one size, the copy of them on the device, and what is launched to fill the outputs from it."""
+
+    def __init__(self, words: int, depth: int, device: torch.device, pinned: bool) -> None:
+        self.depth = depth if pinned else 1
+        self.host = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(self.depth)]
+        self.areas: list[NDArray[np.int32]] = [host.numpy() for host in self.host]
+        self.device = torch.zeros(words, dtype=torch.int32, device=device) if pinned else self.host[0]
+        event: Any = torch.cuda.Event  # untyped; external: a graph records it as one of its own steps
+        self.events = [event(external=True) for _ in range(self.depth)] if pinned else []
+        self.graphs: dict[tuple[int, int, int], Any] = {}
+        self.at = 0
+
+    def next(self) -> int:
+        """The area to be written now, whose last copy is done. It is current when ``at`` says so."""
+        at = (self.at + 1) % self.depth
+        if self.events and not self.events[at].query():
+            self.events[at].synchronize()
+        return at
+
+    def launch(self, at: int, words: int, kernel: Any, graphed: bool, variant: int = 0) -> None:
+        """Copy the first ``words`` of area ``at`` and run ``kernel`` behind that, on the current stream.
+
+        ``variant``: which of the kernels that are launched with so many words; 0 words: without a copy.
+        """
+        self.at = at
+        if not graphed:
+            self._steps(at, words, kernel)
+            return
+        graph = self.graphs.get((at, words, variant))
+        if graph is None:
+            graph = self.graphs[at, words, variant] = self._captured(at, words, kernel)
+        graph.replay()
+
+    def _steps(self, at: int, words: int, kernel: Any) -> None:
+        if words:
+            self.copy(at, words)
+            self.events[at].record()  # what is read behind this is the device's
+        kernel()
+
+    def copy(self, at: int, words: int) -> None:
+        self.device[:words].copy_(self.host[at][:words], non_blocking=True)
+
+    def _captured(self, at: int, words: int, kernel: Any) -> Any:
+        self._steps(at, words, kernel)  # compiled before anything is captured
+        torch.cuda.current_stream().synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._steps(at, words, kernel)
+        return graph
+
+
+class ExtendBatch:
+    """The inputs of one ragged prefill batch of B requests and T tokens. Tensors are views of the stager's own, at fixed addresses.
+
+    They are those of this batch until the stager's next :meth:`~InputStager.extend`, after which reading them raises Unsupported.
+
+    ``input_ids``: (T,) int64. ``positions``: (num_position_axes, T) of the stager's dtype; contiguous along tokens.
+    ``cu_seqlens_q``: (B + 1,) int32, where each request's tokens begin. ``seq_lens``: (B,) int32, window ends. ``prefix_lens``:
+    (B,) int32, window starts. ``req_slots``: (B,) int32. ``mrope_deltas``: (B, 1) of the stager's dtype, of each whole path,
+    whatever the window. ``logits_indices``: (B,) int32, ``cu_seqlens_q[1:] - 1``: each window's last token (an empty one has none).
+    ``media_spans``: placeholders in the batch, in order. ``needed_items``: the items that have any, each content once.
+    """
+
+    __slots__ = ("_counts", "_serial", "_stager", "media_spans", "mode", "num_requests", "num_tokens")
+
+    def __init__(
+        self, stager: InputStager, num_requests: int, num_tokens: int, counts: Any, spans: tuple[BatchSpan, ...], mode: Mode
+    ) -> None:
+        self._stager = stager
+        self._serial = stager._extends
+        self._counts = counts
+        self.num_requests = num_requests
+        self.num_tokens = num_tokens
+        self.media_spans = spans
+        self.mode = mode
+
+    def _outputs(self) -> _ExtendOutputs:
+        if self._serial != self._stager._extends:
+            raise Unsupported(f"this batch of {self.num_requests} requests was overwritten by a later one")
+        return self._stager._extend
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        return self._outputs().input_ids[: self.num_tokens]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return self._outputs().positions[:, : self.num_tokens]
+
+    @property
+    def cu_seqlens_q(self) -> torch.Tensor:
+        return self._outputs().cu_seqlens_q[: self.num_requests + 1]
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        return self._outputs().seq_lens[: self.num_requests]
+
+    @property
+    def prefix_lens(self) -> torch.Tensor:
+        return self._outputs().prefix_lens[: self.num_requests]
+
+    @property
+    def req_slots(self) -> torch.Tensor:
+        return self._outputs().req_slots[: self.num_requests]
+
+    @property
+    def logits_indices(self) -> torch.Tensor:
+        return self._outputs().logits_indices[: self.num_requests]
+
+    @property
+    def mrope_deltas(self) -> torch.Tensor:
+        return self._outputs().mrope_deltas[: self.num_requests]
+
+    @property
+    def max_seqlen_q(self) -> int:
+        """The longest window."""
+        starts, stops = self._counts
+        return int((stops - starts).max()) if self.num_requests else 0
+
+    @property
+    def max_seqlen_k(self) -> int:
+        """The longest window with the tokens before it."""
+        return int(self._counts[1].max()) if self.num_requests else 0
+
+    @property
+    def needed_items(self) -> tuple[MediaItem, ...]:
+        needed: dict[Any, MediaItem] = {}
+        for span in self.media_spans:
+            needed.setdefault(span.item.content(), span.item)
+        return tuple(needed.values())
+
+    def __repr__(self) -> str:
+        return f"<ExtendBatch of {self.num_requests} requests, {self.num_tokens} tokens>"
+
+
+class DecodeBatch:
+    """The inputs of one decode step of B requests, ``width`` tokens each: the last of each path, where they stand.
+
+    Tensors as in :class:`ExtendBatch`, until the stager's next :meth:`~InputStager.decode`. ``input_ids``: (B * width,) int64.
+    ``positions``: (num_position_axes, B * width). ``seq_lens``: (B,) int32, paths with these tokens. ``mrope_deltas``: (B, 1).
+    ``req_slots``: (B,) int32. ``cu_seqlens_q``: (B + 1,) int32. ``logits_indices``: (B,) int32, the last token of each.
+    """
+
+    __slots__ = ("_serial", "_stager", "num_requests", "width")
+
+    def __init__(self, stager: InputStager, num_requests: int, width: int) -> None:
+        self._stager = stager
+        self._serial = stager._decodes
+        self.num_requests = num_requests
+        self.width = width
+
+    def _outputs(self) -> _DecodeOutputs:
+        if self._serial != self._stager._decodes:
+            raise Unsupported(f"this batch of {self.num_requests} requests was overwritten by a later one")
+        return self._stager._decode
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_requests * self.width
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        return self._outputs().input_ids[: self.num_tokens]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return self._outputs().positions[:, : self.num_tokens]
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        return self._outputs().seq_lens[: self.num_requests]
+
+    @property
+    def mrope_deltas(self) -> torch.Tensor:
+        return self._outputs().mrope_deltas[: self.num_requests]
+
+    @property
+    def req_slots(self) -> torch.Tensor:
+        return self._outputs().req_slots[: self.num_requests]
+
+    @property
+    def cu_seqlens_q(self) -> torch.Tensor:
+        return self._outputs().ramp(self.width)[: self.num_requests + 1]
+
+    @property
+    def logits_indices(self) -> torch.Tensor:
+        return self._outputs().ends(self.width)[: self.num_requests]
+
+    def __repr__(self) -> str:
+        return f"<DecodeBatch of {self.num_requests} requests, {self.width} tokens each>"
+
+
+@attrs.frozen(eq=False)
+class _ExtendOutputs:
+    """The whole of each output of :meth:`InputStager.extend`, at its address for good."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    mrope_deltas: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    prefix_lens: torch.Tensor
+    req_slots: torch.Tensor
+    logits_indices: torch.Tensor
+
+
+@attrs.frozen(eq=False)
+class _DecodeOutputs:
+    """The whole of each output of :meth:`InputStager.decode`, at its address for good."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    mrope_deltas: torch.Tensor
+    seq_lens: torch.Tensor
+    req_slots: torch.Tensor
+    _ramps: dict[int, torch.Tensor] = attrs.field(factory=dict)
+
+    def ramp(self, width: int) -> torch.Tensor:
+        """0, width, 2 * width, ..."""
+        if width not in self._ramps:
+            slots = self.req_slots
+            self._ramps[width] = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device) * width
+        return self._ramps[width]
+
+    def ends(self, width: int) -> torch.Tensor:
+        if -width not in self._ramps:
+            self._ramps[-width] = self.ramp(width)[1:] - 1
+        return self._ramps[-width]
+
+
+class InputStager:
+    """Makes the inputs of whole batches, at fixed addresses. One thread at a time; work goes to the current CUDA stream.
+
+    ``max_tokens``, ``max_requests``, ``max_runs`` (None: four a request): of an extend batch; as many slots as requests are there
+    to decode in. ``num_position_axes``: rows of ``positions``; schemes of that many axes can be in a batch, and text schemes, whose
+    one position is written to each. ``dtype``: of positions and deltas: torch.int64, int32, or float32 for schemes whose engine
+    takes floats; into integers a float goes as engines cast it, towards zero, once. ``depth``: staging areas in the ring.
+    ``cuda_graph``: launch copy and kernel as one graph, captured when a size first comes. ``max_decode_width``: tokens that a
+    request may have in one decode step.
+
+    Raises TypeError, and OutOfRange for a capacity below 1.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        max_requests: int,
+        max_runs: int | None = None,
+        num_position_axes: int = 3,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.int64,
+        depth: int = 2,
+        cuda_graph: bool = True,
+        *,
+        max_decode_width: int = 8,
+    ) -> None:
+        if dtype not in _DTYPES:
+            raise TypeError(f"positions are {', '.join(map(str, _DTYPES))}, not {dtype}")
+        self.max_tokens = _capacity(max_tokens, "max_tokens")
+        self.max_requests = _capacity(max_requests, "max_requests")
+        self.max_runs = _capacity(4 * self.max_requests if max_runs is None else max_runs, "max_runs")
+        self.num_position_axes = _capacity(num_position_axes, "num_position_axes")
+        self.max_decode_width = _capacity(max_decode_width, "max_decode_width")
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.cuda_graph = bool(cuda_graph)
+        cuda = self.device.type == "cuda"
+        depth = _capacity(depth, "depth")
+        self._layout = layout = ExtendLayout(self.max_tokens, self.max_requests, self.max_runs, self.num_position_axes)
+        if layout.words > 2**31 - 1:
+            raise LimitExceeded(f"a staging area of {layout.words} words", value=layout.words, limit=2**31 - 1)
+        self._extend_ring = ring = _Ring(layout.words, depth, self.device, cuda)
+        self._areas = [ExtendArea(layout, words) for words in ring.areas]
+        self._extends = 0
+        self._extended = (0, 0)  # tokens and requests that the outputs hold
+
+        def columns(at: int, count: int) -> torch.Tensor:
+            return ring.device[at : at + count]
+
+        requests = self.max_requests
+        self._extend = _ExtendOutputs(
+            self._zeros(self.max_tokens, dtype=torch.int64),
+            self._zeros(self.num_position_axes, self.max_tokens),
+            self._zeros(requests, 1),
+            columns(layout.cu_seqlens_q, requests + 1),
+            columns(layout.seq_lens, requests),
+            columns(layout.prefix_lens, requests),
+            columns(layout.req_slots, requests),
+            columns(layout.logits_indices, requests),
+        )
+        # What decodes.
+        self._decode_ring = _Ring(HEADER + requests, depth, self.device, cuda)
+        self._slot_areas = [(bytes_of(words), words[HEADER:]) for words in self._decode_ring.areas]
+        self._decodes = 0
+        self._decoded = (0, 0)
+        self._staged: tuple[bytes, int] | None = None  # slots and width of the last step, while all of them live
+        self._decode = _DecodeOutputs(
+            self._zeros(requests * self.max_decode_width, dtype=torch.int64),
+            self._zeros(self.num_position_axes, requests * self.max_decode_width),
+            self._zeros(requests, 1),
+            self._zeros(requests, dtype=torch.int32),
+            self._decode_ring.device[HEADER:],
+        )
+        self._ring_size = 2 ** math.ceil(math.log2(2 * self.max_decode_width))
+        self._state = self._zeros(3, requests, dtype=torch.int32)  # lengths, deltas, whether those are bits of floats
+        self._history = self._zeros(requests, self._ring_size, dtype=torch.int32)
+        self._live = np.zeros(requests, np.bool)
+        self._lengths = np.zeros(requests, np.int64)
+        self._longest = np.zeros(requests, np.int64)  # since it was admitted: what lies further back is overwritten
+        self._shortest = np.zeros(requests, np.int64)  # its length when it was admitted
+        self._update_ring = _Ring(2 * requests + requests * self.max_decode_width, depth, self.device, cuda)
+        self._kernels: Any = None
+        if cuda:
+            from engine_bridge import kernels  # noqa: PLC0415  # Triton is there only with a GPU
+
+            self._kernels = kernels
+
+    def _zeros(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The outputs whole, tails included, for whoever captures a model: ``extend.input_ids`` and so on.
+
+        Behind a batch's own tokens and requests everything is 0, and ``cu_seqlens_q`` stays at the number of tokens.
+        """
+        named = {f"extend.{name}": value for name, value in attrs.asdict(self._extend, recurse=False).items()}
+        decode = attrs.asdict(self._decode, recurse=False, filter=attrs.filters.exclude("_ramps"))
+        return named | {f"decode.{name}": value for name, value in decode.items()}
+
+    # Prefill
+
+    def extend(
+        self,
+        nodes: Sequence[Node | Draft],
+        start: int | Sequence[int] | NDArray[np.integer[Any]] | None = None,
+        stop: int | Sequence[int] | NDArray[np.integer[Any]] | None = None,
+        *,
+        slots: Any = None,
+        mode: Mode = "as_decoded",
+    ) -> ExtendBatch:
+        """Inputs for path tokens ``[start, stop)`` of each of ``nodes``, nodes and drafts, packed one behind the other.
+
+        ``start``, ``stop``: one for all, one each (a list or an integer array), or None for 0 and the path's end. A window may
+        begin and end anywhere: in an ancestor, inside media, across many nodes. ``slots``: (B,) ints that come back as
+        ``req_slots``, by default 0, 1, ...
+
+        Raises OutOfRange for a window outside its path, LimitExceeded for a batch beyond a capacity, Unsupported for a scheme of
+        other axes, PositionError for the mode or a position beyond 32 bits, TypeError. A call that raises leaves the last batch as
+        it was.
+        """
+        starts, stops = windows(nodes, start, stop)
+        count = len(starts)
+        first, last = _words(starts), _words(stops)
+        lengths = last - first
+        tokens = self._check_capacity(nodes, starts, stops, lengths)
+        named = None if slots is None else self._named_slots(slots, count)
+        ring = self._extend_ring
+        at = ring.next()
+        area = self._areas[at]
+        found = gather(nodes, starts, stops, mode, self.num_position_axes, self.dtype is torch.float32, area.pen)
+        rows = count if found.rows is None else len(found.rows)
+        if rows > self.max_runs:
+            raise LimitExceeded(f"a batch with {rows} runs; max_runs is {self.max_runs}", value=rows, limit=self.max_runs)
+        words = self._write(area, found, first, last, lengths, tokens, named)
+        self._extends += 1
+        self._extended = tokens, count
+        self._launch_extend(at, words)
+        return ExtendBatch(self, count, tokens, (first, last), tuple(found.spans), mode)
+
+    def _check_capacity(self, nodes: Sequence[Any], starts: list[int], stops: list[int], lengths: NDArray[np.int64]) -> int:
+        """The number of tokens, if they fit."""
+        count = len(starts)
+        if count > self.max_requests:
+            raise LimitExceeded(
+                f"a batch with {count} requests; max_requests is {self.max_requests}", value=count, limit=self.max_requests
+            )
+        tokens = int(lengths.sum())
+        if tokens > self.max_tokens or (count and lengths.min() < 0):
+            for node, first, last in zip(nodes, starts, stops, strict=True):
+                window(first, last, path_of(node).stop)  # one that is no window at all is the better thing to name
+            raise LimitExceeded(
+                f"a batch with {tokens} tokens; max_tokens is {self.max_tokens}", value=tokens, limit=self.max_tokens
+            )
+        return tokens
+
+    def _named_slots(self, slots: Any, count: int) -> NDArray[np.int32]:
+        named = np.frombuffer(token_bytes(slots), WORD)
+        if len(named) != count:
+            raise TypeError(f"{count} nodes and slots for {len(named)}")
+        return named
+
+    def _write(
+        self, area: ExtendArea, found: Gathered, first: Any, last: Any, lengths: Any, tokens: int, slots: NDArray[np.int32] | None
+    ) -> int:
+        """Write a batch to an area that has its tokens; returns how many of its words are to be copied."""
+        count = len(first)
+        cu = area.cu_seqlens_q
+        cu[0] = 0
+        np.add.accumulate(lengths, out=cu[1 : count + 1])
+        cu[count + 1 :] = tokens
+        area.seq_lens[:count] = last
+        area.prefix_lens[:count] = first
+        area.req_slots[:count] = counted(count) if slots is None else slots
+        np.subtract(cu[1 : count + 1], 1, out=area.logits_indices[:count])
+        if self.dtype is torch.float32:
+            area.deltas[:count] = np.fromiter(found.deltas, np.float32, count).view(WORD)
+        else:
+            area.deltas[:count] = np.fromiter(found.deltas, WORD, count)
+        if area.num_requests > count:
+            for column in (area.seq_lens, area.prefix_lens, area.req_slots, area.logits_indices):
+                column[count:] = 0
+        area.num_requests = count
+        used = tokens
+        if found.rows is None:
+            rows = count
+            area.dst[: count + 1] = cu[: count + 1]
+            np.subtract(np.fromiter(found.bases, WORD, count), cu[:count], out=area.fields[0, :count])
+            if area.num_kinds:
+                area.kind[: area.num_kinds] = 0
+                area.num_kinds = 0
+        else:
+            rows = len(found.rows)
+            table = np.array(found.rows, np.int64).reshape(rows, FIELDS + 2).T
+            area.dst[:rows] = table[0]
+            area.dst[rows] = tokens
+            area.kind[: area.num_kinds] = 0
+            area.kind[:rows] = table[1]
+            area.fields[:, :rows] = table[2:]
+            area.num_kinds = rows
+            for numbers in found.payload:
+                area.payload[used : used + len(numbers)] = numbers
+                used += len(numbers)
+        dirty_tokens, dirty_requests = self._extended
+        _pack_header(area.header_pen, 0, tokens, count, rows, max(tokens, dirty_tokens), max(count, dirty_requests), 0)
+        room = max(_SMALLEST, 1 << (used - 1).bit_length()) if used else _SMALLEST
+        return min(self._layout.payload + room, self._layout.words)
+
+    def _launch_extend(self, at: int, words: int) -> None:
+        if self._kernels is None:
+            out = self._extend
+            expand_extend(self._areas[0], out.input_ids.numpy(), out.positions.numpy(), out.mrope_deltas.numpy()[:, 0])
+        else:
+            self._extend_ring.launch(at, words, self._expand_extend, self.cuda_graph)
+
+    def _expand_extend(self) -> None:
+        layout, out, kernels = self._layout, self._extend, self._kernels
+        block = kernels.BLOCK
+        kernels.extend_kernel[(math.ceil(max(self.max_tokens, self.max_requests) / block),)](
+            self._extend_ring.device,
+            out.input_ids,
+            out.positions,
+            out.mrope_deltas,
+            self.max_tokens,
+            self.max_requests,
+            self.max_runs,
+            self.num_position_axes,
+            layout.deltas,
+            layout.dst,
+            layout.kind,
+            layout.fields,
+            layout.payload,
+            self.max_runs.bit_length(),
+            self.dtype is torch.float32,
+            block,
+        )
+
+    # Decoding
+
+    def admit(self, nodes: Sequence[Node | Draft], slots: Any) -> None:
+        """Let the requests of ``nodes`` decode in ``slots``: ints below max_requests, each free.
+
+        A path's last token is what its first decode step runs: admit a draft when it has its first sampled token, or a node and
+        :meth:`advance` it by that. Raises OutOfRange for a slot outside 0..max_requests - 1 or an empty path, Unsupported for a
+        slot that is taken, a path that ends inside media and a scheme that decodes by a plan (extend its draft by one token
+        instead), TypeError. Nothing is admitted then.
+        """
+        named = self._slots(slots, unique=True)
+        if len(named) != len(nodes):
+            raise TypeError(f"{len(nodes)} nodes and slots for {len(named)}")
+        taken = np.flatnonzero(self._live[named])
+        if len(taken):
+            raise Unsupported(f"slot {named[taken[0]]} is taken", slot=int(named[taken[0]]))
+        state = np.zeros((3, len(nodes)), WORD)
+        history = np.zeros((len(nodes), self._ring_size), WORD)
+        for row, node in enumerate(nodes):
+            state[:, row], tail = self._admitted(node)
+            history[row, np.arange(node.stop - len(tail), node.stop) % self._ring_size] = tail
+        where = torch.from_numpy(named.astype(np.int64)).to(self.device)
+        self._state[:, where] = torch.from_numpy(state).to(self.device)
+        self._history[where] = torch.from_numpy(history).to(self.device)
+        self._live[named] = True
+        self._lengths[named] = self._longest[named] = self._shortest[named] = state[0]
+
+    def _admitted(self, node: Node | Draft) -> tuple[tuple[int, int, int], NDArray[np.int32]]:
+        if not isinstance(node, (Node, Draft)):
+            raise TypeError(f"a batch is of Nodes and Drafts, not {type(node).__name__}")
+        state = node.position_state()
+        if state.open_block is not None:
+            raise Unsupported(f"{node!r} ends inside an item; nothing can be decoded there")
+        if not node.stop:
+            raise OutOfRange(f"{node!r} has no tokens on its path", value=0, limit=1)
+        scheme = node.scheme
+        if scheme.decode_room(state) is not None:
+            raise Unsupported(
+                f"{scheme.name} decodes by a plan, not by a delta; extend its draft token by token", scheme=scheme.name
+            )
+        check_scheme(scheme, self.num_position_axes)
+        delta = scheme.mrope_position_delta(state)
+        floats = isinstance(delta, float)
+        word = int(np.float32(delta).view(WORD)) if floats else int(delta)
+        return (node.stop, word, int(floats)), node.input_ids(max(0, node.stop - self._ring_size))
+
+    def decode(self, slots: Any, width: int = 1) -> DecodeBatch:
+        """Inputs of a step: the last ``width`` tokens of each of ``slots``, (B,) ints, at index + delta on every axis.
+
+        The keys and values of all tokens before them must be in the engine's cache. Raises OutOfRange for a slot outside
+        0..max_requests - 1 or that was not admitted, LimitExceeded for more than max_requests slots or a width beyond
+        max_decode_width, TypeError.
+        """
+        named = slots if type(slots) is np.ndarray and slots.dtype is WORD and slots.ndim == 1 else self._slots(slots)
+        count = len(named)
+        if count > self.max_requests or width.__class__ is not int or not 1 <= width <= self.max_decode_width:
+            self._refuse_decode(count, width)
+        tokens = count * width
+        same = named.tobytes(), width
+        if same == self._staged:  # what is staged, and on the device, is this very step
+            self._decodes += 1
+            self._launch_decode(self._decode_ring.at, False, count, width, self._decoded)
+            return DecodeBatch(self, count, width)
+        try:
+            # As unsigned numbers, those below 0 are too large as well.
+            if b"\0" in self._live.take(named.view(np.uint32)).tobytes():
+                raise IndexError
+        except IndexError:
+            self._refuse_slots(named)
+        if width > 1:
+            self._check_width(named, width)
+        at = self._decode_ring.next()
+        pen, place = self._slot_areas[at]
+        place[:count] = named
+        place[count:] = 0
+        dirty_tokens, dirty = self._decoded
+        _pack_header(pen, 0, tokens, count, 0, max(tokens, dirty_tokens), max(count, dirty), width)
+        self._staged = same
+        self._decoded = tokens, count
+        self._decodes += 1
+        self._launch_decode(at, True, count, width, (dirty_tokens, dirty))
+        return DecodeBatch(self, count, width)
+
+    def _launch_decode(self, at: int, staged: bool, count: int, width: int, dirty: tuple[int, int]) -> None:
+        ring = self._decode_ring
+        if self._kernels is None:
+            out = self._decode
+            expand_decode(
+                ring.areas[at][HEADER : HEADER + count],
+                width,
+                dirty,
+                self._state.numpy(),
+                self._history.numpy(),
+                out.input_ids.numpy(),
+                out.positions.numpy(),
+                out.seq_lens.numpy(),
+                out.mrope_deltas.numpy()[:, 0],
+            )
+        else:
+            ring.launch(at, HEADER + self.max_requests if staged else 0, self._expand_decode, self.cuda_graph)
+
+    def _expand_decode(self) -> None:
+        out, kernels = self._decode, self._kernels
+        block = kernels.BLOCK
+        tokens = self.max_requests * self.max_decode_width
+        kernels.decode_kernel[(math.ceil(tokens / block),)](
+            self._decode_ring.device,
+            self._state,
+            self._history,
+            out.input_ids,
+            out.positions,
+            out.seq_lens,
+            out.mrope_deltas,
+            self.max_requests,
+            tokens,
+            self.num_position_axes,
+            self._ring_size,
+            self.dtype is torch.float32,
+            block,
+        )
+
+    def advance(self, slots: Any, token_ids: Any, counts: Any = None) -> None:
+        """Put sampled tokens behind the paths of ``slots``, each named once.
+
+        ``token_ids``: (B,) or (B, k) ints: a tensor on the stager's device, whose values are not looked at, or numbers of the
+        host's, 0..2**31 - 1. ``counts``: (B,) ints in 0..k, how many of its row each takes (those that a speculative step
+        accepted); None: all. Raises OutOfRange, LimitExceeded for k beyond max_decode_width, TypeError; nothing is taken then.
+        """
+        named = self._slots(slots, unique=True)
+        self._check_live(named)
+        if isinstance(token_ids, torch.Tensor) and token_ids.device.type == self.device.type != "cpu":
+            if token_ids.dtype not in (torch.int32, torch.int64):
+                raise TypeError(f"token ids are int32 or int64, not {token_ids.dtype}")
+            tokens: Any = token_ids
+        else:
+            host = np.asarray(token_ids)
+            numbers: Any = np.frombuffer(token_bytes(host.reshape(-1)), WORD)
+            tokens = numbers.reshape(host.shape)
+        if tokens.ndim not in (1, 2) or len(tokens) != len(named):
+            raise TypeError(f"{len(named)} slots and token ids of shape {tuple(tokens.shape)}")
+        rows: Any = tokens if tokens.ndim == 2 else tokens[:, None]
+        width = rows.shape[1]
+        if width > self.max_decode_width:
+            raise LimitExceeded(
+                f"{width} tokens a slot at once; max_decode_width is {self.max_decode_width}",
+                value=width,
+                limit=self.max_decode_width,
+            )
+        taken = np.full(len(named), width, np.int64) if counts is None else self._counts(counts, named, width)
+        self._update(named, taken, rows)
+
+    def rollback(self, slots: Any, counts: Any) -> None:
+        """Take the last ``counts`` tokens, (B,) ints, of the paths of ``slots`` back, each slot named once.
+
+        Raises OutOfRange below the length that a slot was admitted with, LimitExceeded where the token that the next step needs is
+        no longer held (a path keeps its last ``2 * max_decode_width`` tokens or more), TypeError; nothing is taken back then.
+        """
+        named = self._slots(slots, unique=True)
+        self._check_live(named)
+        back = self._counts(counts, named, None)
+        after = self._lengths[named] - back
+        short = np.flatnonzero(after < self._shortest[named])
+        if len(short):
+            slot, value = int(named[short[0]]), int(back[short[0]])
+            length, least = int(self._lengths[slot]), int(self._shortest[slot])
+            raise OutOfRange(
+                f"slot {slot}: {value} tokens back from {length}; it was admitted with {least}", value=value, limit=length - least
+            )
+        gone = np.flatnonzero(self._longest[named] - after > self._ring_size - 1)
+        if len(gone):
+            at = gone[0]
+            raise LimitExceeded(
+                f"slot {named[at]}: {back[at]} tokens back; of its last {self._ring_size} one must stay",
+                value=int(back[at]),
+                limit=self._ring_size - 1,
+            )
+        self._update(named, -back, None)
+
+    def _counts(self, counts: Any, named: NDArray[np.int32], most: int | None) -> NDArray[np.int64]:
+        given = np.frombuffer(token_bytes(counts), WORD).astype(np.int64)
+        if len(given) != len(named):
+            raise TypeError(f"{len(named)} slots and counts for {len(given)}")
+        over = np.flatnonzero(given > (2**31 if most is None else most))
+        if len(over):
+            raise OutOfRange(
+                f"slot {named[over[0]]} is to take {given[over[0]]} of {most} tokens", value=int(given[over[0]]), limit=most
+            )
+        return given
+
+    def _update(self, named: NDArray[np.int32], counts: NDArray[np.int64], rows: Any) -> None:
+        if not len(named):
+            return
+        if self._kernels is None:
+            history, lengths = self._history.numpy(), self._state.numpy()[0]
+            if rows is not None:
+                for step in range(rows.shape[1]):
+                    taken = named[counts > step]
+                    history[taken, (lengths[taken] + step) & (self._ring_size - 1)] = rows[counts > step, step]
+            lengths[named] += counts.astype(WORD)
+        else:
+            self._launch_update(named, counts, rows)
+        if rows is None and self._staged is not None and self._staged[1] > 1:
+            self._staged = None  # whether a wide step is still there is to be asked again
+        self._lengths[named] += counts
+        self._longest[named] = np.maximum(self._longest[named], self._lengths[named])
+
+    def _launch_update(self, named: NDArray[np.int32], counts: NDArray[np.int64], rows: Any) -> None:
+        ring, number, most, kernels = self._update_ring, len(named), self.max_requests, self._kernels
+        at = ring.next()
+        area = ring.areas[at]
+        area[:number] = named
+        area[most : most + number] = counts
+        words = 2 * most
+        width = 0 if rows is None else rows.shape[1]
+        tokens: Any = ring.device[words:]
+        stride = width
+        if isinstance(rows, np.ndarray):
+            area[words : words + rows.size] = rows.reshape(-1)
+            words += rows.size
+        elif rows is not None:
+            tokens = rows if rows.stride(1) == 1 or width == 1 else rows.contiguous()
+            stride = tokens.stride(0)
+        block = kernels.BLOCK
+
+        def write() -> None:
+            kernels.advance_kernel[(math.ceil(number / block),)](
+                ring.device,
+                ring.device[most:],
+                tokens,
+                stride,
+                self._state,
+                self._history,
+                number,
+                width,
+                self._ring_size,
+                block,
+            )
+
+        ring.launch(at, words, write, False)
+
+    def retire(self, slots: Any) -> None:
+        """Free ``slots``. Raises OutOfRange for one that was not admitted."""
+        named = self._slots(slots, unique=True)
+        self._check_live(named)
+        self._live[named] = False
+        self._staged = None
+
+    def _slots(self, slots: Any, unique: bool = False) -> NDArray[np.int32]:
+        """``slots`` as an array. Raises TypeError, OutOfRange for one outside 0..max_requests - 1 and, if asked, named twice."""
+        named = np.frombuffer(token_bytes(slots), WORD)
+        if len(named) and int(named.max()) >= self.max_requests:
+            at = int(named.argmax())
+            raise OutOfRange(
+                f"slot {named[at]} outside 0..{self.max_requests - 1}", value=int(named[at]), limit=self.max_requests - 1
+            )
+        if unique and len(np.unique(named)) != len(named):
+            twice = int(np.bincount(named).argmax())
+            raise OutOfRange(f"slot {twice} stands twice in one call", value=twice)
+        return named
+
+    def _check_live(self, named: NDArray[np.int32]) -> None:
+        free = np.flatnonzero(~self._live[named])
+        if len(free):
+            slot = int(named[free[0]])
+            raise OutOfRange(f"slot {slot} was not admitted", value=slot)
+
+    def _refuse_slots(self, named: NDArray[np.int32]) -> None:
+        self._check_live(self._slots(named))
+
+    def _refuse_decode(self, count: int, width: Any) -> None:
+        width = as_index(width, "width")
+        if count > self.max_requests:
+            raise LimitExceeded(f"{count} slots; max_requests is {self.max_requests}", value=count, limit=self.max_requests)
+        if width < 1:
+            raise OutOfRange(f"width {width} is below 1", value=width, limit=1)
+        raise LimitExceeded(
+            f"{width} tokens a slot at once; max_decode_width is {self.max_decode_width}", value=width, limit=self.max_decode_width
+        )
+
+    def _check_width(self, named: NDArray[np.int32], width: int) -> None:
+        held = self._ring_size - (self._longest[named] - self._lengths[named])
+        short = np.flatnonzero(np.minimum(held, self._lengths[named]) < width)
+        if len(short):
+            slot = int(named[short[0]])
+            limit = int(min(held[short[0]], self._lengths[slot]))
+            raise OutOfRange(f"slot {slot} has its last {limit} tokens, not {width}", value=width, limit=limit)
+
+
+def _words(numbers: list[int]) -> NDArray[np.int64]:
+    try:
+        return np.fromiter(numbers, np.int64, len(numbers))
+    except OverflowError:  # beyond every path, which is for gather to say
+        return np.array([min(max(number, -1), 2**62) for number in numbers])
+
+
+def _capacity(value: Any, what: str) -> int:
+    number = as_index(value, what)
+    if number < 1:
+        raise OutOfRange(f"{what} is {number}, below 1", value=number, limit=1)
+    return number

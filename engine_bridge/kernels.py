@@ -180,25 +180,30 @@ def decode_kernel(
 
 @triton.jit
 def advance_kernel(
-    slots,
+    area,
     counts,
     tokens,
-    stride,
     state,
     history,
-    number,
+    STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
+    COUNTED: tl.constexpr,
     RING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the first ``counts`` tokens of each row behind its slot's path. A count below 0 only takes the path back."""
+    """Write the tokens of each row, the first ``counts`` of ``WIDTH``, behind its slot's path; a count below 0 takes it back.
+
+    ``area``: a header and the slots, as of a decode step. ``counts`` is read if ``COUNTED``; otherwise every row is taken whole.
+    """
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    used = lane < number
-    slot = tl.load(slots + lane, used, 0)
-    count = tl.load(counts + lane, used, 0)
+    used = lane < tl.load(area + NUM_REQUESTS)
+    slot = tl.load(area + HEADER + lane, used, 0)
+    count = tl.zeros([BLOCK], tl.int32) + WIDTH
+    if COUNTED:
+        count = tl.load(counts + lane, used, 0)
     length = tl.load(state + slot, used, 0)
     for step in range(WIDTH):
         taken = used & (step < count)
-        token = tl.load(tokens + lane * stride + step, taken, 0).to(tl.int32)
+        token = tl.load(tokens + lane * STRIDE + step, taken, 0).to(tl.int32)
         tl.store(history + slot * RING + ((length + step) & (RING - 1)), token, taken)
     tl.store(state + slot, length + count, used)

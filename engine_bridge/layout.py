@@ -110,7 +110,6 @@ class ExtendArea:
         "dst",
         "fields",
         "header",
-        "header_pen",
         "kind",
         "layout",
         "logits_indices",
@@ -122,6 +121,7 @@ class ExtendArea:
         "req_slots",
         "seq_lens",
         "words",
+        "words_pen",
     )
 
     def __init__(self, layout: ExtendLayout, words: NDArray[np.int32]) -> None:
@@ -131,7 +131,7 @@ class ExtendArea:
         self.num_requests = 0
         self.num_kinds = 0
         self.header = words[:HEADER]
-        self.header_pen = bytes_of(self.header)
+        self.words_pen = bytes_of(words)
         self.cu_seqlens_q = words[layout.cu_seqlens_q :][: requests + 1]
         self.seq_lens = words[layout.seq_lens :][:requests]
         self.prefix_lens = words[layout.prefix_lens :][:requests]

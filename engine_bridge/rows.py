@@ -24,7 +24,7 @@ from engine_bridge.layout import (
     TEXT,
     WORD,
 )
-from sessiontree import Draft, MediaItem, Node, Unsupported
+from sessiontree import Draft, LimitExceeded, MediaItem, Node, Unsupported
 from sessiontree.draft import position_pieces as draft_pieces
 from sessiontree.node import clipped_spans
 from sessiontree.node import position_pieces as node_pieces
@@ -65,10 +65,12 @@ class BatchSpan(NamedTuple):
 class Gathered(NamedTuple):
     """A batch whose tokens are in their place.
 
-    ``deltas``: of each request's whole path. ``bases``: where each request's positions begin, if all of it is text in one run each;
-    otherwise ``rows``, all runs of the batch, and ``payload``, what they refer to.
+    ``ends``: behind each request's tokens, in bytes. ``deltas``: of each request's whole path. ``bases``: where each request's
+    positions begin, if all of it is text in one run each; otherwise ``rows``, all runs of the batch, and ``payload``, what they
+    refer to.
     """
 
+    ends: list[int]
     deltas: list[int | float]
     bases: list[int]
     rows: list[Row] | None
@@ -105,17 +107,25 @@ def path_of(node: Any) -> Node | Draft:
 
 
 def gather(
-    nodes: Sequence[Any], starts: list[int], stops: list[int], mode: Mode, num_axes: int, floats: bool, pen: memoryview
+    nodes: Sequence[Any],
+    starts: list[int],
+    stops: list[int],
+    mode: Mode,
+    num_axes: int,
+    floats: bool,
+    pen: memoryview,
+    max_tokens: int,
 ) -> Gathered:
     """Path tokens ``[start, stop)`` of each of ``nodes``, with their positions on ``num_axes`` axes, given out as floats or not.
 
-    Writes their ids to ``pen``, bytes that have room for all of them. Raises TypeError, OutOfRange, PositionError, Unsupported for
-    a scheme that has other axes.
+    Writes their ids to ``pen``, bytes with room for ``max_tokens`` of them. Raises TypeError, OutOfRange, LimitExceeded,
+    PositionError, Unsupported for a scheme that has other axes.
     """
+    ends: list[int] = []
     deltas: list[int | float] = []
     bases: list[int] = []
     special: list[int] = []
-    place = 0
+    place, room = 0, max_tokens * 4
     if mode == "as_decoded" and {*map(type, nodes)} <= {Node}:
         for node, first, last in zip(nodes, starts, stops, strict=True):
             count, _, top, _, carried = node.state
@@ -123,30 +133,36 @@ def gather(
             runs = node.runs
             extent = node._extent
             at = extent.origin
+            end = place + (last - first) * 4
             # A node whose runs are one int is text through and through, on every axis of its scheme.
-            if begin <= first <= last <= count and first >= at and runs.__class__ is int and not carried:
+            if begin <= first <= last <= count and first >= at and runs.__class__ is int and not carried and end <= room:
                 delta = top + 1 - count
                 if not delta or node._lineage.scheme.usual_delta:
-                    end = place + (last - first) * 4
                     if last - first < _LARGE:
                         pen[place:end] = extent.buffer[(first - at) * 4 : (last - at) * 4]
                     else:
                         pen[place:end] = memoryview(extent.buffer)[(first - at) * 4 : (last - at) * 4]
                     place = end
+                    ends.append(end)
                     deltas.append(delta)
                     bases.append(runs + first - begin)
                     continue
-            special.append(len(deltas))
-            window(first, last, node.stop)
-            place += (last - first) * 4
+            special.append(len(ends))
+            _check_window(node, first, last, nodes, starts, stops, max_tokens, end)
+            place = end
+            ends.append(end)
             deltas.append(0)
             bases.append(0)
         if max(bases, default=0) + place // 4 > _MOST:
             for node in nodes:
-                _check_limit(node.scheme)
+                check_limit(node.scheme)
         if not special:
-            return Gathered(deltas, bases, None, [], [])
+            return Gathered(ends, deltas, bases, None, [], [])
     else:
+        for node, first, last in zip(nodes, starts, stops, strict=True):
+            place += (last - first) * 4
+            _check_window(node, first, last, nodes, starts, stops, max_tokens, place)
+            ends.append(place)
         special += range(len(nodes))
         deltas += [0] * len(nodes)
         bases += [0] * len(nodes)
@@ -160,8 +176,7 @@ def gather(
     for number, (node, first, last) in enumerate(zip(nodes, starts, stops, strict=True)):
         if number == other:
             other = next(others)
-            window(first, last, path_of(node).stop)
-            check_scheme(node.scheme, num_axes)
+            check_limit(node.scheme)
             deltas[number] = node.scheme.mrope_position_delta(node.position_state(mode))
             if last > first:
                 pen[column * 4 : (column + last - first) * 4] = node.input_ids(first, last, copy=False).data.cast("B")
@@ -175,17 +190,23 @@ def gather(
         elif last > first:
             builder.text(column, bases[number] - column)
         column += last - first
-    return Gathered(deltas, bases, rows, payload, spans)
+    return Gathered(ends, deltas, bases, rows, payload, spans)
 
 
-def check_scheme(scheme: PositionScheme, num_axes: int) -> None:
-    """Raises Unsupported for other axes, or positions beyond 32 bits. Plain text has the same position on any number of axes."""
-    if scheme.num_axes not in (1, num_axes):
-        raise Unsupported(f"{scheme.name} has {scheme.num_axes} axes, the batch {num_axes}", scheme=scheme.name, limit=num_axes)
-    _check_limit(scheme)
+def _check_window(
+    node: Any, first: int, last: int, nodes: Sequence[Any], starts: list[int], stops: list[int], max_tokens: int, end: int
+) -> None:
+    """Raises OutOfRange for what is no window of the node's path, LimitExceeded where the batch gets too long by it."""
+    window(first, last, path_of(node).stop)
+    if end > max_tokens * 4:
+        for each, start, stop in zip(nodes, starts, stops, strict=True):
+            window(start, stop, path_of(each).stop)  # one that is no window at all is the better thing to name
+        tokens = sum(stops) - sum(starts)
+        raise LimitExceeded(f"a batch with {tokens} tokens; max_tokens is {max_tokens}", value=tokens, limit=max_tokens)
 
 
-def _check_limit(scheme: PositionScheme) -> None:
+def check_limit(scheme: PositionScheme) -> None:
+    """Raises Unsupported for a scheme whose positions need more than 32 bits."""
     if scheme.max_position_limit > _MOST:
         limit = scheme.max_position_limit
         raise Unsupported(f"{scheme.name}'s max_position_limit of {limit} does not fit 32 bits", value=limit, limit=_MOST)
@@ -223,7 +244,14 @@ class _Rows:
         return at
 
     def add(self, dst: int, run: Run, first: int, stop: int, scheme: PositionScheme) -> None:
-        """Tokens ``[first, stop)`` of ``run``, from column ``dst`` of the batch on."""
+        """Tokens ``[first, stop)`` of ``run``, from column ``dst`` of the batch on. Raises Unsupported for other axes.
+
+        Plain text has the same position on any number of axes.
+        """
+        if not isinstance(run, (TextRun, FloatTextRun)) and scheme.num_axes not in (1, self._num_axes):
+            raise Unsupported(
+                f"{scheme.name} has {scheme.num_axes} axes, the batch {self._num_axes}", scheme=scheme.name, limit=self._num_axes
+            )
         if self._floats and scheme.floats and scheme.dtype.kind == "i":
             table: NDArray[Any] = np.empty((scheme.num_axes, stop - first), scheme.dtype)  # its floats are cast before all else
             write([Piece(0, packed([run]), first, stop)], table)

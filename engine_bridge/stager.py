@@ -12,8 +12,10 @@ On the CPU the same class does the same in NumPy, without Triton.
 from __future__ import annotations
 
 import math
+import operator
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, Final
 
 import attrs
@@ -22,12 +24,12 @@ import torch
 from numpy.typing import NDArray
 
 from engine_bridge.expand import expand_decode, expand_extend
-from engine_bridge.layout import FIELDS, HEADER, WORD, ExtendArea, ExtendLayout, bytes_of
-from engine_bridge.rows import BatchSpan, Gathered, check_scheme, gather, path_of, windows
+from engine_bridge.layout import FIELDS, HEADER, WORD, WORD_BYTES, ExtendArea, ExtendLayout, bytes_of
+from engine_bridge.rows import BatchSpan, Gathered, check_limit, gather, windows
 from sessiontree import Draft, LimitExceeded, MediaItem, Node, OutOfRange, Unsupported
 from sessiontree.positions import Mode
 from sessiontree.positions.runs import counted
-from sessiontree.tokens import as_index, token_bytes, window
+from sessiontree.tokens import as_index, token_bytes
 
 _DTYPES: Final = (torch.int32, torch.int64, torch.float32)
 _pack_header = struct.Struct("<6i").pack_into
@@ -98,14 +100,14 @@ class ExtendBatch:
     ``media_spans``: placeholders in the batch, in order. ``needed_items``: the items that have any, each content once.
     """
 
-    __slots__ = ("_counts", "_serial", "_stager", "media_spans", "mode", "num_requests", "num_tokens")
+    __slots__ = ("_serial", "_stager", "_windows", "media_spans", "mode", "num_requests", "num_tokens")
 
     def __init__(
-        self, stager: InputStager, num_requests: int, num_tokens: int, counts: Any, spans: tuple[BatchSpan, ...], mode: Mode
+        self, stager: InputStager, num_requests: int, num_tokens: int, windows: Any, spans: tuple[BatchSpan, ...], mode: Mode
     ) -> None:
         self._stager = stager
         self._serial = stager._extends
-        self._counts = counts
+        self._windows = windows
         self.num_requests = num_requests
         self.num_tokens = num_tokens
         self.media_spans = spans
@@ -151,13 +153,13 @@ class ExtendBatch:
     @property
     def max_seqlen_q(self) -> int:
         """The longest window."""
-        starts, stops = self._counts
-        return int((stops - starts).max()) if self.num_requests else 0
+        starts, stops = self._windows
+        return max(map(operator.sub, stops, starts), default=0)
 
     @property
     def max_seqlen_k(self) -> int:
         """The longest window with the tokens before it."""
-        return int(self._counts[1].max()) if self.num_requests else 0
+        return max(self._windows[1], default=0)
 
     @property
     def needed_items(self) -> tuple[MediaItem, ...]:
@@ -273,7 +275,8 @@ class InputStager:
     one position is written to each. ``dtype``: of positions and deltas: torch.int64, int32, or float32 for schemes whose engine
     takes floats; into integers a float goes as engines cast it, towards zero, once. ``depth``: staging areas in the ring.
     ``cuda_graph``: launch copy and kernel as one graph, captured when a size first comes. ``max_decode_width``: tokens that a
-    request may have in one decode step.
+    request may have in one decode step. ``sampled_tokens``: (max_requests, max_decode_width) int64 on the device, where a sampler
+    may leave its tokens for :meth:`advance`.
 
     Raises TypeError, and OutOfRange for a capacity below 1.
     """
@@ -331,6 +334,7 @@ class InputStager:
         self._decodes = 0
         self._decoded = (0, 0)
         self._staged: tuple[bytes, int] | None = None  # slots and width of the last step, while all of them live
+        self._distinct = False  # whether those slots are known to differ
         self._decode = _DecodeOutputs(
             self._zeros(requests * self.max_decode_width, dtype=torch.int64),
             self._zeros(self.num_position_axes, requests * self.max_decode_width),
@@ -345,7 +349,9 @@ class InputStager:
         self._lengths = np.zeros(requests, np.int64)
         self._longest = np.zeros(requests, np.int64)  # since it was admitted: what lies further back is overwritten
         self._shortest = np.zeros(requests, np.int64)  # its length when it was admitted
-        self._update_ring = _Ring(2 * requests + requests * self.max_decode_width, depth, self.device, cuda)
+        self._update_ring = _Ring(HEADER + requests * (2 + self.max_decode_width), depth, self.device, cuda)
+        self.sampled_tokens = self._zeros(requests, self.max_decode_width, dtype=torch.int64)
+        self._stamps = np.zeros(requests, np.int64)
         self._kernels: Any = None
         if cuda:
             from engine_bridge import kernels  # noqa: PLC0415  # Triton is there only with a GPU
@@ -388,38 +394,23 @@ class InputStager:
         """
         starts, stops = windows(nodes, start, stop)
         count = len(starts)
-        first, last = _words(starts), _words(stops)
-        lengths = last - first
-        tokens = self._check_capacity(nodes, starts, stops, lengths)
-        named = None if slots is None else self._named_slots(slots, count)
-        ring = self._extend_ring
-        at = ring.next()
-        area = self._areas[at]
-        found = gather(nodes, starts, stops, mode, self.num_position_axes, self.dtype is torch.float32, area.pen)
-        rows = count if found.rows is None else len(found.rows)
-        if rows > self.max_runs:
-            raise LimitExceeded(f"a batch with {rows} runs; max_runs is {self.max_runs}", value=rows, limit=self.max_runs)
-        words = self._write(area, found, first, last, lengths, tokens, named)
-        self._extends += 1
-        self._extended = tokens, count
-        self._launch_extend(at, words)
-        return ExtendBatch(self, count, tokens, (first, last), tuple(found.spans), mode)
-
-    def _check_capacity(self, nodes: Sequence[Any], starts: list[int], stops: list[int], lengths: NDArray[np.int64]) -> int:
-        """The number of tokens, if they fit."""
-        count = len(starts)
         if count > self.max_requests:
             raise LimitExceeded(
                 f"a batch with {count} requests; max_requests is {self.max_requests}", value=count, limit=self.max_requests
             )
-        tokens = int(lengths.sum())
-        if tokens > self.max_tokens or (count and lengths.min() < 0):
-            for node, first, last in zip(nodes, starts, stops, strict=True):
-                window(first, last, path_of(node).stop)  # one that is no window at all is the better thing to name
-            raise LimitExceeded(
-                f"a batch with {tokens} tokens; max_tokens is {self.max_tokens}", value=tokens, limit=self.max_tokens
-            )
-        return tokens
+        named = None if slots is None else self._named_slots(slots, count)
+        at = self._extend_ring.next()
+        area = self._areas[at]
+        floats = self.dtype is torch.float32
+        found = gather(nodes, starts, stops, mode, self.num_position_axes, floats, area.pen, self.max_tokens)
+        rows = count if found.rows is None else len(found.rows)
+        if rows > self.max_runs:
+            raise LimitExceeded(f"a batch with {rows} runs; max_runs is {self.max_runs}", value=rows, limit=self.max_runs)
+        tokens, words = self._write(area, found, starts, stops, named)
+        self._extends += 1
+        self._extended = tokens, count
+        self._launch_extend(at, words)
+        return ExtendBatch(self, count, tokens, (starts, stops), tuple(found.spans), mode)
 
     def _named_slots(self, slots: Any, count: int) -> NDArray[np.int32]:
         named = np.frombuffer(token_bytes(slots), WORD)
@@ -428,18 +419,21 @@ class InputStager:
         return named
 
     def _write(
-        self, area: ExtendArea, found: Gathered, first: Any, last: Any, lengths: Any, tokens: int, slots: NDArray[np.int32] | None
-    ) -> int:
-        """Write a batch to an area that has its tokens; returns how many of its words are to be copied."""
-        count = len(first)
+        self, area: ExtendArea, found: Gathered, starts: list[int], stops: list[int], slots: NDArray[np.int32] | None
+    ) -> tuple[int, int]:
+        """Write a batch to an area that has its tokens; returns how many those are, and how many words are to be copied."""
+        layout, count = self._layout, len(starts)
+        pack, pen = _packer(count), area.words_pen
+        tokens = found.ends[-1] // 4 if count else 0
         cu = area.cu_seqlens_q
-        cu[0] = 0
-        np.add.accumulate(lengths, out=cu[1 : count + 1])
+        pack(pen, (layout.cu_seqlens_q + 1) * WORD_BYTES, *found.ends)
+        ends = cu[1 : count + 1]
+        ends >>= 2
         cu[count + 1 :] = tokens
-        area.seq_lens[:count] = last
-        area.prefix_lens[:count] = first
+        pack(pen, layout.seq_lens * WORD_BYTES, *stops)
+        pack(pen, layout.prefix_lens * WORD_BYTES, *starts)
         area.req_slots[:count] = counted(count) if slots is None else slots
-        np.subtract(cu[1 : count + 1], 1, out=area.logits_indices[:count])
+        np.subtract(ends, 1, out=area.logits_indices[:count])
         if self.dtype is torch.float32:
             area.deltas[:count] = np.fromiter(found.deltas, np.float32, count).view(WORD)
         else:
@@ -452,7 +446,9 @@ class InputStager:
         if found.rows is None:
             rows = count
             area.dst[: count + 1] = cu[: count + 1]
-            np.subtract(np.fromiter(found.bases, WORD, count), cu[:count], out=area.fields[0, :count])
+            shifts = area.fields[0, :count]
+            pack(pen, layout.fields * WORD_BYTES, *found.bases)
+            shifts -= cu[:count]
             if area.num_kinds:
                 area.kind[: area.num_kinds] = 0
                 area.num_kinds = 0
@@ -469,9 +465,9 @@ class InputStager:
                 area.payload[used : used + len(numbers)] = numbers
                 used += len(numbers)
         dirty_tokens, dirty_requests = self._extended
-        _pack_header(area.header_pen, 0, tokens, count, rows, max(tokens, dirty_tokens), max(count, dirty_requests), 0)
+        _pack_header(area.words_pen, 0, tokens, count, rows, max(tokens, dirty_tokens), max(count, dirty_requests), 0)
         room = max(_SMALLEST, 1 << (used - 1).bit_length()) if used else _SMALLEST
-        return min(self._layout.payload + room, self._layout.words)
+        return tokens, min(layout.payload + room, layout.words)
 
     def _launch_extend(self, at: int, words: int) -> None:
         if self._kernels is None:
@@ -542,7 +538,7 @@ class InputStager:
             raise Unsupported(
                 f"{scheme.name} decodes by a plan, not by a delta; extend its draft token by token", scheme=scheme.name
             )
-        check_scheme(scheme, self.num_position_axes)
+        check_limit(scheme)
         delta = scheme.mrope_position_delta(state)
         floats = isinstance(delta, float)
         word = int(np.float32(delta).view(WORD)) if floats else int(delta)
@@ -579,7 +575,7 @@ class InputStager:
         place[count:] = 0
         dirty_tokens, dirty = self._decoded
         _pack_header(pen, 0, tokens, count, 0, max(tokens, dirty_tokens), max(count, dirty), width)
-        self._staged = same
+        self._staged, self._distinct = same, False
         self._decoded = tokens, count
         self._decodes += 1
         self._launch_decode(at, True, count, width, (dirty_tokens, dirty))
@@ -626,13 +622,14 @@ class InputStager:
     def advance(self, slots: Any, token_ids: Any, counts: Any = None) -> None:
         """Put sampled tokens behind the paths of ``slots``, each named once.
 
-        ``token_ids``: (B,) or (B, k) ints: a tensor on the stager's device, whose values are not looked at, or numbers of the
-        host's, 0..2**31 - 1. ``counts``: (B,) ints in 0..k, how many of its row each takes (those that a speculative step
-        accepted); None: all. Raises OutOfRange, LimitExceeded for k beyond max_decode_width, TypeError; nothing is taken then.
+        ``token_ids``: (B,) or (B, k) ints: a tensor on the stager's device, whose values are not looked at
+        (``sampled_tokens[:B, :k]`` spares a copy), or numbers of the host's, 0..2**31 - 1. ``counts``: (B,) ints in 0..k, how many
+        of its row each takes (those that a speculative step accepted); None: all.
+
+        Raises OutOfRange, LimitExceeded for k beyond max_decode_width, TypeError; nothing is taken then.
         """
-        named = self._slots(slots, unique=True)
-        self._check_live(named)
-        if isinstance(token_ids, torch.Tensor) and token_ids.device.type == self.device.type != "cpu":
+        named = self._distinct_slots(slots)
+        if isinstance(token_ids, torch.Tensor) and self.device.type != "cpu" and token_ids.device.type == self.device.type:
             if token_ids.dtype not in (torch.int32, torch.int64):
                 raise TypeError(f"token ids are int32 or int64, not {token_ids.dtype}")
             tokens: Any = token_ids
@@ -642,16 +639,15 @@ class InputStager:
             tokens = numbers.reshape(host.shape)
         if tokens.ndim not in (1, 2) or len(tokens) != len(named):
             raise TypeError(f"{len(named)} slots and token ids of shape {tuple(tokens.shape)}")
-        rows: Any = tokens if tokens.ndim == 2 else tokens[:, None]
-        width = rows.shape[1]
+        width = 1 if tokens.ndim == 1 else tokens.shape[1]
         if width > self.max_decode_width:
             raise LimitExceeded(
                 f"{width} tokens a slot at once; max_decode_width is {self.max_decode_width}",
                 value=width,
                 limit=self.max_decode_width,
             )
-        taken = np.full(len(named), width, np.int64) if counts is None else self._counts(counts, named, width)
-        self._update(named, taken, rows)
+        taken = None if counts is None else self._counts(counts, named, width)
+        self._update(named, taken, tokens.reshape(len(named), width), width)
 
     def rollback(self, slots: Any, counts: Any) -> None:
         """Take the last ``counts`` tokens, (B,) ints, of the paths of ``slots`` back, each slot named once.
@@ -659,8 +655,7 @@ class InputStager:
         Raises OutOfRange below the length that a slot was admitted with, LimitExceeded where the token that the next step needs is
         no longer held (a path keeps its last ``2 * max_decode_width`` tokens or more), TypeError; nothing is taken back then.
         """
-        named = self._slots(slots, unique=True)
-        self._check_live(named)
+        named = self._distinct_slots(slots)
         back = self._counts(counts, named, None)
         after = self._lengths[named] - back
         short = np.flatnonzero(after < self._shortest[named])
@@ -678,7 +673,7 @@ class InputStager:
                 value=int(back[at]),
                 limit=self._ring_size - 1,
             )
-        self._update(named, -back, None)
+        self._update(named, -back, None, 0)
 
     def _counts(self, counts: Any, named: NDArray[np.int32], most: int | None) -> NDArray[np.int64]:
         given = np.frombuffer(token_bytes(counts), WORD).astype(np.int64)
@@ -691,56 +686,64 @@ class InputStager:
             )
         return given
 
-    def _update(self, named: NDArray[np.int32], counts: NDArray[np.int64], rows: Any) -> None:
+    def _update(self, named: NDArray[np.int32], counts: NDArray[np.int64] | None, rows: Any, width: int) -> None:
+        """Write ``rows``, (B, width), behind the paths, or of each as many as ``counts`` says."""
         if not len(named):
             return
-        if self._kernels is None:
-            history, lengths = self._history.numpy(), self._state.numpy()[0]
-            if rows is not None:
-                for step in range(rows.shape[1]):
-                    taken = named[counts > step]
-                    history[taken, (lengths[taken] + step) & (self._ring_size - 1)] = rows[counts > step, step]
-            lengths[named] += counts.astype(WORD)
+        if self._kernels is not None:
+            self._launch_update(named, counts, rows, width)
         else:
-            self._launch_update(named, counts, rows)
-        if rows is None and self._staged is not None and self._staged[1] > 1:
-            self._staged = None  # whether a wide step is still there is to be asked again
-        self._lengths[named] += counts
-        self._longest[named] = np.maximum(self._longest[named], self._lengths[named])
+            history, lengths = self._history.numpy(), self._state.numpy()[0]
+            taken = np.full(len(named), width) if counts is None else counts
+            for step in range(width):
+                some = named[taken > step]
+                history[some, (lengths[some] + step) & (self._ring_size - 1)] = rows[taken > step, step]
+            lengths[named] += taken.astype(WORD)
+        after = self._lengths[named] + (width if counts is None else counts)
+        self._lengths[named] = after
+        self._longest[named] = np.maximum(self._longest[named], after)
+        if counts is not None and self._staged is not None and self._staged[1] > 1:
+            self._staged = None  # whether a wide step's tokens are still there is to be asked again
 
-    def _launch_update(self, named: NDArray[np.int32], counts: NDArray[np.int64], rows: Any) -> None:
-        ring, number, most, kernels = self._update_ring, len(named), self.max_requests, self._kernels
+    def _launch_update(self, named: NDArray[np.int32], counts: NDArray[np.int64] | None, rows: Any, width: int) -> None:
+        number, sampled = len(named), self.sampled_tokens
+        on_device = isinstance(rows, torch.Tensor)
+        if on_device and rows.data_ptr() != sampled.data_ptr():
+            sampled[:number, :width].copy_(rows, non_blocking=True)
+        if on_device and counts is None and self._staged is not None and named.tobytes() == self._staged[0]:
+            ring = self._decode_ring  # whose slots are these already
+            ring.launch(ring.at, 0, partial(self._advance, ring, sampled, width, False), self.cuda_graph, 1 + width)
+            return
+        ring, most = self._update_ring, self.max_requests
         at = ring.next()
         area = ring.areas[at]
-        area[:number] = named
-        area[most : most + number] = counts
-        words = 2 * most
-        width = 0 if rows is None else rows.shape[1]
-        tokens: Any = ring.device[words:]
-        stride = width
-        if isinstance(rows, np.ndarray):
-            area[words : words + rows.size] = rows.reshape(-1)
-            words += rows.size
-        elif rows is not None:
-            tokens = rows if rows.stride(1) == 1 or width == 1 else rows.contiguous()
-            stride = tokens.stride(0)
-        block = kernels.BLOCK
+        _pack_header(bytes_of(area), 0, 0, number, 0, 0, 0, 0)
+        area[HEADER : HEADER + number] = named
+        area[HEADER + most : HEADER + most + number] = width if counts is None else counts
+        words = HEADER + 2 * most
+        tokens = sampled
+        if not on_device:
+            tokens = ring.device[words:]
+            host = area[words : words + most * self.max_decode_width].reshape(most, self.max_decode_width)
+            if rows is not None:
+                host[:number, :width] = rows
+            words += number * self.max_decode_width
+        ring.launch(at, words, partial(self._advance, ring, tokens, width, True), False)
 
-        def write() -> None:
-            kernels.advance_kernel[(math.ceil(number / block),)](
-                ring.device,
-                ring.device[most:],
-                tokens,
-                stride,
-                self._state,
-                self._history,
-                number,
-                width,
-                self._ring_size,
-                block,
-            )
-
-        ring.launch(at, words, write, False)
+    def _advance(self, ring: _Ring, tokens: torch.Tensor, width: int, counted: bool) -> None:
+        kernels = self._kernels
+        kernels.advance_kernel[(math.ceil(self.max_requests / kernels.BLOCK),)](
+            ring.device,
+            ring.device[HEADER + self.max_requests :] if counted else ring.device,
+            tokens,
+            self._state,
+            self._history,
+            self.max_decode_width,
+            width,
+            counted,
+            self._ring_size,
+            kernels.BLOCK,
+        )
 
     def retire(self, slots: Any) -> None:
         """Free ``slots``. Raises OutOfRange for one that was not admitted."""
@@ -757,9 +760,22 @@ class InputStager:
             raise OutOfRange(
                 f"slot {named[at]} outside 0..{self.max_requests - 1}", value=int(named[at]), limit=self.max_requests - 1
             )
-        if unique and len(np.unique(named)) != len(named):
-            twice = int(np.bincount(named).argmax())
-            raise OutOfRange(f"slot {twice} stands twice in one call", value=twice)
+        if unique:
+            self._stamps[named] = counted(len(named))
+            if (self._stamps[named] != counted(len(named))).any():
+                twice = int(np.bincount(named).argmax())
+                raise OutOfRange(f"slot {twice} stands twice in one call", value=twice)
+        return named
+
+    def _distinct_slots(self, slots: Any) -> NDArray[np.int32]:
+        """``slots`` as an array, each of them live and named once."""
+        known = self._staged if self._distinct and type(slots) is np.ndarray and slots.dtype is WORD and slots.ndim == 1 else None
+        if known is not None and slots.tobytes() == known[0]:
+            checked: NDArray[np.int32] = slots
+            return checked
+        named = self._slots(slots, unique=True)
+        self._check_live(named)
+        self._distinct = self._staged is not None and named.tobytes() == self._staged[0]
         return named
 
     def _check_live(self, named: NDArray[np.int32]) -> None:
@@ -790,11 +806,10 @@ class InputStager:
             raise OutOfRange(f"slot {slot} has its last {limit} tokens, not {width}", value=width, limit=limit)
 
 
-def _words(numbers: list[int]) -> NDArray[np.int64]:
-    try:
-        return np.fromiter(numbers, np.int64, len(numbers))
-    except OverflowError:  # beyond every path, which is for gather to say
-        return np.array([min(max(number, -1), 2**62) for number in numbers])
+@cache
+def _packer(count: int) -> Callable[..., None]:
+    """Writes so many ints to a buffer, as words from a byte on."""
+    return struct.Struct(f"<{count}i").pack_into
 
 
 def _capacity(value: Any, what: str) -> int:

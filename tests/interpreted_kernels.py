@@ -11,7 +11,7 @@ from tests.stager_pairs import compare
 from tests.test_positions_golden import CASES
 
 
-def launch(ring: Any, at: int, words: int, kernel: Any, graphed: bool) -> None:
+def launch(ring: Any, at: int, words: int, kernel: Any, graphed: bool, variant: int = 0) -> None:
     ring.at = at
     kernel()
 

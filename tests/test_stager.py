@@ -37,7 +37,7 @@ from sessiontree.node import clipped_spans
 from sessiontree.positions import ExternalPositions, PositionScheme, scheme
 from tests.histories import random_cuts, split
 from tests.test_positions_golden import CASES, known_cases, scheme_of
-from tests.test_tree import IMAGE_PAD, VISION_END, VISION_START, image, video, vl
+from tests.test_tree import IMAGE_PAD, VISION_END, VISION_START, identity, image, video, vl
 
 Holder = Node | Draft
 TEXT = scheme("text@hf5")
@@ -257,6 +257,18 @@ def test_a_batch_may_be_empty_and_its_windows_too() -> None:
     check(stager.extend([session.root], 0), [session.root], [0], [0], stager)
 
 
+def test_plain_text_goes_with_any_number_of_axes() -> None:
+    """It stands at the same position on each of them, whatever its scheme."""
+    session, node, _ = sample()
+    other = SessionStore.in_memory().create("h", scheme=scheme("hunyuan_vl@hf5", num_axes=4, spatial_merge_size=2))
+    four, three = other.append(other.root, [1, 2, 3]), session.append(session.root, [4, 5])
+    batch = InputStager(64, 4).extend([four, three])
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1]] * 3
+    assert InputStager(64, 4, num_position_axes=5).extend([four, three]).positions.tolist() == [[0, 1, 2, 0, 1]] * 5
+    with pytest.raises(Unsupported):
+        InputStager(64, 4, num_position_axes=4).extend([four, node])
+
+
 def test_external_positions_travel_as_tables() -> None:
     session = SessionStore.in_memory().create("s", scheme=vl("sglang"))
     table = np.array([[5, 9, 1000], [7, 7, 7], [0, 1, 2]])
@@ -343,7 +355,7 @@ def test_what_is_no_batch_is_refused() -> None:
     _, node, draft = sample()
     stager = InputStager(64, 4, 16)
     other = SessionStore.in_memory().create("h", scheme=scheme("hunyuan_vl@hf5", num_axes=4, spatial_merge_size=2))
-    foreign = other.append(other.root, [IMAGE_PAD] * 4, media=[image("a", 0)])
+    foreign = other.append(other.root, [IMAGE_PAD] * 8, media=[MediaItem("image", identity("a"), [(0, 8)], grid_thw=(1, 4, 4))])
     far = SessionStore.in_memory().create("f", scheme=vl("hf5", max_position_limit=2**40))
     table = far.append(far.root, [1], positions=ExternalPositions([[2**33]] * 3))
     beyond = far.append(table, [2])

@@ -20,6 +20,7 @@ from sessiontree.index import Limits, NodeIndex
 from sessiontree.locks import new_lock
 from sessiontree.node import Node, make_child
 from sessiontree.prefixes import PrefixIndex
+from sessiontree.stored_prefixes import Content, StoredPrefixes
 from sessiontree.tokens import Extent
 from sessiontree.turns import Turn
 
@@ -59,6 +60,12 @@ class NodeSource(Protocol):
 
     def children_of(self, ordinal: int) -> Sequence[int]:
         """In commit order."""
+
+    def parents_outside(self) -> Sequence[int]:
+        """Those of all parents that are not here."""
+
+    def contents(self, ordinals: Sequence[int]) -> Iterator[Content]:
+        """What nodes hold, in any order. The checksums of their records are checked and nothing else. Raises CorruptTree."""
 
     def find(self, node_id: bytes) -> int | None: ...
 
@@ -110,16 +117,41 @@ class StoredIndex(NodeIndex):
             else:
                 yield child, node
 
+    def _own_prefixes(self, count: int, below: PrefixIndex | None) -> PrefixIndex:
+        with self._adding_lock:
+            known = self._prefixes
+            if known is None or known.count != count:
+                known = self._prefixes = self._new_prefixes(None, count)
+        return known
+
+    def _new_prefixes(self, below: PrefixIndex | None, count: int) -> PrefixIndex:
+        return StoredPrefixes(weakref.proxy(self), count)
+
     def _add_prefixes(self, prefixes: PrefixIndex, count: int) -> PrefixIndex:
-        for ordinal in range(prefixes.count, count):
+        return prefixes  # it takes them in by itself
+
+    def children_of(self, ordinal: int) -> Sequence[int]:
+        """Ordinals of the children of a node that lie here, in commit order."""
+        return self.source.children_of(ordinal)
+
+    def parents_outside(self) -> Sequence[int]:
+        """Ordinals of the nodes that have children here and do not lie here themselves."""
+        return self.source.parents_outside()
+
+    def contents(self, ordinals: Sequence[int]) -> Iterator[Content]:
+        """What nodes hold, in any order. Raises CorruptTree; where the source is lenient, those that are damaged are left out."""
+        source = self.source
+        if len(ordinals) > 1 and not source.lenient:
+            yield from source.contents(ordinals)
+            return
+        for ordinal in ordinals:  # a single one will mostly be asked for as well
             try:
-                node = self.node(ordinal) if self.source.has(ordinal) else None
+                node = self.node(ordinal)
             except CorruptTree:
-                if not self.source.lenient:
+                if not source.lenient:
                     raise
-                node = None
-            prefixes.skip() if node is None else prefixes.add(node)
-        return prefixes
+            else:
+                yield ordinal, node._extent.read_bytes(node.start, node.stop), node.media
 
     def ordinal_of(self, node: Node) -> int | None:
         """The ordinal of a node that is here, or on the path it lies over."""

@@ -33,10 +33,10 @@ from sessiontree.features import FeatureStore
 from sessiontree.index import NodeIndex
 from sessiontree.locks import new_lock
 from sessiontree.node import Lineage, Namespace, Node, make_root
-from sessiontree.positions import scheme
+from sessiontree.positions import PositionScheme, scheme
 from sessiontree.stored import Stored, StoredHead, StoredIndex
 from sessiontree.stored_prefixes import Content
-from sessiontree.tokens import Extent, PathCache
+from sessiontree.tokens import TOKEN_BYTES, Extent, PathCache
 from sessiontree.tree import SessionTree, stored_tree
 from sessiontree.turns import Turn
 
@@ -239,6 +239,12 @@ class SessionNodes:
         return np.array_equal(mine, others)
 
     def read(self, ordinal: int, parent: Node) -> Stored:
+        return self._read(ordinal, parent.id, parent.stop, parent.scheme)
+
+    def read_alone(self, ordinal: int, parent_id: bytes, rules: PositionScheme) -> Stored:
+        return self._read(ordinal, parent_id, None, rules)
+
+    def _read(self, ordinal: int, parent_id: bytes, start: int | None, rules: PositionScheme) -> Stored:
         known = self._columns.entries[self._place(ordinal)]
         record = codec.decode(self._log.read(known))
         if not isinstance(record, codec.NodeRecord) or (record.session, record.ordinal, record.parent, record.id) != (
@@ -248,8 +254,8 @@ class SessionNodes:
             known["id"].tobytes(),
         ):
             raise CorruptTree(f"the record of node {ordinal} of session {known['session']} is that of another")
-        codec.check_digest(record, parent.id)
-        codec.check_positions(record, parent.stop, parent.scheme)
+        codec.check_digest(record, parent_id)
+        codec.check_positions(record, record.state.num_tokens - len(record.data) // TOKEN_BYTES if start is None else start, rules)
         content = (record.id, record.data, record.media, record.origin, record.role, record.key)
         return Stored(Turn(*content, record.runs, record.state, record.replayed), record.details)
 
@@ -265,6 +271,10 @@ class SessionNodes:
         if place == MISSING:
             raise CorruptTree(f"node {ordinal} of a session is missing; it has up to {self.first + len(self._places) - 1}")
         return place
+
+    def id_of(self, ordinal: int) -> bytes:
+        identity: bytes = self._columns.entries[self._place(ordinal)]["id"].tobytes()
+        return identity
 
     def children_of(self, ordinal: int) -> Sequence[int]:
         parents, order = self._sorted_parents()

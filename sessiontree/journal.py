@@ -265,6 +265,9 @@ class SessionNodes:
     def parent_of(self, ordinal: int) -> int:
         return int(self._columns.parents[self._place(ordinal)])
 
+    def parents(self) -> NDArray[np.int64]:
+        return np.asarray(parents_of(self._columns, self._places)).astype(np.int64)
+
     def _place(self, ordinal: int) -> int:
         at = ordinal - self.first
         place = int(self._places[at]) if 0 <= at < len(self._places) else MISSING
@@ -297,7 +300,7 @@ class SessionNodes:
     def _sorted_parents(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The parents of all nodes, sorted, and which node each one is the parent of, counted from the first."""
         if self._by_parent is None:
-            parents = np.where(self._places == MISSING, codec.NONE, self._columns.parents[self._places]).astype(np.int64)
+            parents = self.parents()
             order = np.argsort(parents, kind="stable")
             self._by_parent = parents[order], order
         return self._by_parent

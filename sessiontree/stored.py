@@ -114,6 +114,9 @@ class NodeSource(Protocol):
 
     def parent_of(self, ordinal: int) -> int: ...
 
+    def parents(self) -> NDArray[np.int64]:
+        """Of all its nodes, in order; of one that is missing, an ordinal behind all there are."""
+
     def id_of(self, ordinal: int) -> bytes: ...
 
     def children_of(self, ordinal: int) -> Sequence[int]:

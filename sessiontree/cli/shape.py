@@ -30,10 +30,12 @@ class Shape:
     @cached_property
     def parents(self) -> list[int]:
         """By ordinal, in commit order, the parent's ordinal; -1 for the root, and for what is not there or names none."""
-        parents = [-1] * self._tree._count
-        for ordinal, parent in self._known_parents():
-            parents[ordinal] = parent
-        return parents
+        parents = np.full(self._tree._count, -1, np.int64)
+        for first, some in self._known_parents():
+            before = some < np.arange(first, first + len(some))
+            parents[first : first + len(some)] = np.where(before, some, -1)
+        found: list[int] = parents.tolist()
+        return found
 
     @cached_property
     def below(self) -> list[int]:
@@ -57,21 +59,17 @@ class Shape:
         order = np.argsort(parents, kind="stable")
         return order, np.searchsorted(parents[order], np.arange(len(parents) + 1))
 
-    def _known_parents(self) -> Iterator[tuple[int, int]]:
+    def _known_parents(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """(the first ordinal, the parents of the nodes from there on) for each stretch; of one that is missing, none before it."""
         for index, visible in self._layers:
             if index.tip is not None:
-                yield from ((depth, depth - 1) for depth in range(1, index.tip.depth + 1))
-            source: Any = getattr(index, "source", None)
-            for ordinal in range(max(index.base_count, 1), visible):
-                try:
-                    if source is not None:
-                        parent = source.parent_of(ordinal)
-                    else:
-                        parent = index.find_ordinal(index.nodes[ordinal - index.base_count].parent, visible)  # type: ignore[arg-type]
-                except CorruptTree:
-                    continue
-                if parent < ordinal:
-                    yield ordinal, parent
+                yield 0, np.arange(-1, index.tip.depth)
+            first = max(index.base_count, 1)
+            if isinstance(index, StoredIndex):
+                yield first, index.source.parents()[: visible - first]
+            else:
+                above = (node.parent for node in index.nodes[first - index.base_count : visible - index.base_count])
+                yield first, np.array([index.find_ordinal(parent, visible) for parent in above if parent is not None], np.int64)
 
     def children(self, ordinal: int) -> list[int]:
         """In commit order."""

@@ -208,7 +208,7 @@ def prefixes(folder: Path, count: int = 100_000) -> Iterator[Figure]:
             tip = deep.append(tip, turn)
     history = np.array(turns[:1000]).reshape(-1)
     for session_id, asked, what, bar in (
-        ("wide", [*start, *turns[count // 2]], f"one of {count:,} children of the root", 0.25),
+        ("wide", [*start, *turns[count // 2]], f"one of {count:,} children of the root", 0.3),
         ("deep", history, f"the first 1,000 of {count:,} turns in a line", 0.05),
     ):
         first, again = [], []

@@ -32,6 +32,7 @@ from sessiontree import (
 )
 from sessiontree.bundles import export_bundle, open_bundle
 from sessiontree.tokens import TOKEN_BYTES, token_bytes
+from tests.conftest import SOAK
 from tests.disk import Disk
 from tests.disk_model import open_on
 from tests.test_prefixes import (
@@ -84,7 +85,7 @@ def grow(session: Session, steps: list[tuple[int, list[Any], int]], wide: int) -
             nodes.append(add(session, nodes[at - at % wide], cells_of(turn), key=f"k{number % 5}" if key == 0 else None))
 
 
-@settings(max_examples=100)
+@settings(max_examples=1000 if SOAK else 50)
 @given(
     first=st.lists(grown_by, min_size=15, max_size=40),
     rounds=st.lists(st.lists(grown_by, max_size=3), min_size=4, max_size=6),
@@ -211,7 +212,7 @@ class StoredHistories(Histories):
 @pytest.mark.parametrize("few", [0, 1, 32])
 @pytest.mark.parametrize("stay", [False, True], ids=["", "layers stay"])
 def test_any_stored_tree_answers_as_the_model_does(few: int, stay: bool) -> None:
-    options = settings(max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck))
+    options = settings(max_examples=200 if SOAK else 15, stateful_step_count=40, suppress_health_check=list(HealthCheck))
     with few_children(few), small_blocks(*((2, 0) if few else (512, 32))), layers_that_stay() if stay else nullcontext():
         run_state_machine_as_test(StoredHistories, settings=options)
 
@@ -463,8 +464,8 @@ def test_a_query_in_the_middle_of_another_is_exact() -> None:
                 for target, answer in zip(targets, answers, strict=True):
                     assert same(answer, naive.expected(tree_of(target), asked[places % len(asked)]))
                 ask_all(naive, targets, asked[places % 3 :: 3])
-            places += 11
-    assert places > 200
+            places += 11 if SOAK else 97
+    assert places > 1000
 
 
 def test_threads_that_ask_a_store_that_was_just_opened() -> None:

@@ -300,7 +300,7 @@ class StoredPrefixes(PrefixIndex):
             alike = min(_alike(runs[rest.low], wanted), _alike(runs[rest.high - 1], wanted))
             on = wanted[alike : alike + TOKEN_BYTES]
             low, high = rest.going_on(wanted[:alike] + on) if on else (0, 0)
-            rest = rest._replace(depth=alike, pulled={on} if low < high else set())
+            rest = rest._replace(depth=alike, pulled={on})
             left, reached = self._walk(rest.first(), line, at, History(at, wanted[depth:alike], ()))
             found += self._lay(rest, left, reached)
             rest = rest._replace(low=low, high=high)

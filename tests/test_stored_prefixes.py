@@ -355,6 +355,29 @@ def test_contents_that_are_not_what_their_ids_say_are_never_the_answer(changed: 
             assert session.longest_prefix([7, 1]).node.token_ids.tolist() == [7, 1]
 
 
+@pytest.mark.parametrize("count", [3, 40])
+def test_where_damage_is_known_nothing_is_taken_in_that_is_not_what_its_id_says(count: int) -> None:
+    disk = Disk()
+    with open_on(disk) as store:
+        session = store.create("s", scheme="text@hf5")
+        for number in range(count):
+            session.append(session.root, [7, 1000 + number])
+    records = records_of(disk)
+    at = next(number for number, record in enumerate(records) if codec.entry_of(record).kind == codec.NODE)
+    good = codec.decode(records[at])
+    assert isinstance(good, codec.NodeRecord)
+    records[at] = codec.encode(good._replace(role="system"))
+    disk = log_of(records)
+    del disk.names[disk.path(".idx")]
+    data = disk.content(".seg")
+    data[data.index(np.array([7, 1001], "<i4").tobytes())] ^= 1
+    with open_on(disk, strict=False) as store:
+        session = store.get("s")
+        for _ in range(2):
+            assert [session.longest_prefix([7, 1000 + number, 5]).length for number in range(3)] == [1, 1, 2]
+            assert session.longest_prefix([7, 9]).within == session.longest_prefix([7, 1002]).node
+
+
 @pytest.mark.parametrize("content", [b"\x99", b"\x99\xc0\x00\xa0\xc4\x03abc\x03\x00\xc0\x90\xc0", b"\x90", b"\xc1"])
 def test_a_record_that_is_none_of_a_node_is_refused(content: bytes) -> None:
     disk = Disk()

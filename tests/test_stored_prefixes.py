@@ -378,7 +378,16 @@ def test_where_damage_is_known_nothing_is_taken_in_that_is_not_what_its_id_says(
             assert session.longest_prefix([7, 9]).within == session.longest_prefix([7, 1002]).node
 
 
-@pytest.mark.parametrize("content", [b"\x99", b"\x99\xc0\x00\xa0\xc4\x03abc\x03\x00\xc0\x90\xc0", b"\x90", b"\xc1"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x99",
+        b"\x99\xc0\x00\xa0\xc4\x04\xff\xff\xff\xff\x04\x00\xc0\x90\xc0",
+        b"\x99\xc0\x00\xa0\xc4\x03abc\x03\x00\xc0\x90\xc0",
+        b"\x90",
+        b"\xc1",
+    ],
+)
 def test_a_record_that_is_none_of_a_node_is_refused(content: bytes) -> None:
     disk = Disk()
     with open_on(disk) as store:

@@ -194,6 +194,41 @@ def opening(folder: Path, count: int) -> Iterator[Figure]:
     yield Figure("then the first path", min(first) * 1000, "ms", 10)
 
 
+def prefixes(folder: Path, count: int = 100_000) -> Iterator[Figure]:
+    """The first question for a prefix of a session that was opened again, beside reading all of its nodes."""
+    start = [151644, 8948, 198]
+    rng = np.random.default_rng(1)
+    path = folder / "prefixes"
+    with SessionStore.open(path, durability="relaxed") as store:
+        wide, deep = store.create("wide", scheme="text@hf5"), store.create("deep", scheme="text@hf5")
+        turns = rng.integers(0, 150_000, (count, 13)).tolist()
+        tip = deep.root
+        for turn in turns:
+            wide.append(wide.root, [*start, *turn])
+            tip = deep.append(tip, turn)
+    history = np.array(turns[:1000]).reshape(-1)
+    for session_id, asked, what, bar in (
+        ("wide", [*start, *turns[count // 2]], f"one of {count:,} children of the root", 0.3),
+        ("deep", history, f"the first 1,000 of {count:,} turns in a line", 0.05),
+    ):
+        first, again = [], []
+        for _ in range(3):
+            with SessionStore.open(path, read_only=True) as store:
+                session = store.get(session_id)
+                first += microseconds(partial(session.longest_prefix, asked), 1).tolist()
+                again += microseconds(partial(session.longest_prefix, asked), 100).tolist()
+                assert session.longest_prefix(asked).length == len(asked)
+        with SessionStore.open(path, read_only=True) as store:
+            begun = time.perf_counter()
+            for _ in store.get(session_id).tree:
+                pass
+            whole = time.perf_counter() - begun
+        taken = statistics.median(first) / 1e6
+        note = f"{taken * 1000:.0f} ms, the next one {statistics.median(again):.0f} µs"
+        figure = f"first longest_prefix after opening, {what}, over reading all nodes"
+        yield Figure(figure, taken / whole, "x", bar, peers={"reading all nodes, ms": whole * 1000}, note=note)
+
+
 def beside_others(folder: Path) -> Iterator[Figure]:
     """1,000 turns of 1,000 tokens, then 100 forks of the last, each with a turn of 16."""
     turn = np.arange(1000, dtype=np.int32)
@@ -246,6 +281,7 @@ def main() -> int:
             handing_over(folder),
             beside_others(folder),
             opening(folder, count),
+            prefixes(folder),
         )
         return int(not report(figure for part in parts for figure in part))
     finally:

@@ -1,9 +1,9 @@
-"""How soon `sessiontree tree` shows a first screen of a session of 100,000 nodes.
+"""How soon `sessiontree tree` and `sessiontree log` show a first screen of a session of 100,000 nodes.
 
 Expected before the first run of this file, from single pieces measured while it was built: 0.2 s for the interpreter and what it
 imports, 0.05 s for the store's index, 0.1 s for who is whose child and how many stand below each, which needs no node read, and
 1 ms for 40 nodes; so 0.4 s, alike for a chain, a bush and a star, while reading every node first, as `to_text` has to, takes
-seconds.
+seconds. The same for the end of a chain, whose nodes `log` reads alone.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def star(session: Session) -> None:
         session.append(session.root, [number, 1, 2, 3])
 
 
-def first_screen(path: Path, session: str) -> float:
+def first_screen(name: str, path: Path, session: str) -> float:
     """Seconds from the start of the process to the last line of the first screen."""
-    command = [sys.executable, "-m", "sessiontree", "tree", str(path), session]
+    command = [sys.executable, "-m", "sessiontree", name, str(path), session]
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -73,7 +73,7 @@ def figures(folder: Path) -> Iterator[Figure]:
             start = time.perf_counter()
             store.get(name).to_text()
             whole = time.perf_counter() - start
-        taken = [first_screen(path, name) for _ in range(5)]
+        taken = [first_screen("tree", path, name) for _ in range(5)]
         yield Figure(
             f"tree: first {LINES} lines of a {name} of {COUNT:,} nodes, interpreter start included",
             statistics.median(taken),
@@ -82,6 +82,22 @@ def figures(folder: Path) -> Iterator[Figure]:
             peers={"to_text() alone, s": whole},
             note=f"worst of {len(taken)}: {max(taken):.2f} s",
         )
+    with SessionStore.open(path, read_only=True) as store:
+        start = time.perf_counter()
+        store.get("chain").head("main").node.path()
+        whole = time.perf_counter() - start
+    taken, drawn = [], []
+    for _ in range(5):  # by turns, so that both see the same machine
+        taken.append(first_screen("log", path, "chain"))
+        drawn.append(first_screen("tree", path, "chain"))
+    yield Figure(
+        f"log: first {LINES} lines of a path of {COUNT:,} nodes over those of tree",
+        statistics.median(taken) / statistics.median(drawn),
+        "x",
+        1.3,
+        peers={"reading the path alone, s": whole},
+        note=f"{statistics.median(taken):.2f} s, interpreter start included; worst of {len(taken)}: {max(taken):.2f} s",
+    )
     start = time.perf_counter()
     done = subprocess.run([sys.executable, "-m", "sessiontree", "tree", str(path), "bush"], stdout=subprocess.PIPE, check=True)
     yield Figure("the whole bush drawn", time.perf_counter() - start, "s", note=f"{len(done.stdout.splitlines()):,} lines")

@@ -436,6 +436,17 @@ def decode_again(data: bytes) -> Record:
     return _READERS[data[1]](entry_of(data), _unpacked(data[_READ.size :]))
 
 
+def content_of(data: bytes) -> tuple[bytes, tuple[MediaItem, ...]]:
+    """Token bytes and media of a node's record. Whether they are what its id says is not checked. Raises CorruptTree."""
+    try:
+        _, _, _, tokens, _, _, _, items, _ = _unpacked(data[_READ.size :])
+        if type(tokens) is bytes and not len(tokens) % TOKEN_BYTES and tokens[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii():
+            return tokens, _media(items, len(tokens) // TOKEN_BYTES) if items else ()
+    except _WRONG as error:
+        raise CorruptTree(f"{_named(entry_of(data))}: {str(error) or type(error).__name__}") from error
+    _wrong(f"{_named(entry_of(data))}: its tokens are int32 of 0 or more")
+
+
 def _named(entry: Entry) -> str:
     what = ("session", "node", "head", "opening of session", "alias", "pin in session", "drop in session")[entry.kind - 1]
     if entry.kind == NODE:

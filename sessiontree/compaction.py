@@ -195,7 +195,7 @@ def _in_batches(
     for start in range(0, len(places), _BATCH):
         some = entries[places[start : start + _BATCH]]
         rows = some.tobytes()
-        for at, record in enumerate(journal.log.records(some)):
+        for at, record in enumerate(journal.log.read_all(some)):
             batch.append((record, rows[at * width : at * width + PREFIX_BYTES]))
             size += len(record)
             if size >= _BATCH_BYTES:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from sessiontree.locks import new_lock
 from sessiontree.node import Node
-from sessiontree.prefixes import PrefixIndex
+from sessiontree.prefixes import Busy, History, PrefixIndex, PrefixMatch
 
 
 class Limits(NamedTuple):
@@ -285,6 +285,17 @@ class NodeIndex:
         assert found is not None
         return found
 
+    def find_prefix(self, history: History, count: int) -> tuple[PrefixMatch, Node | None]:
+        """How far ``history`` is known among the first ``count`` nodes. See :meth:`PrefixIndex.search`."""
+        try:
+            return self.prefixes(count).search(history, count)
+        except Busy:  # tries for this call alone
+            found: PrefixIndex | None = None
+            for index, visible in self.layers_upward(count):
+                found = index._add_prefixes(index._new_prefixes(found, visible), visible)
+            assert found is not None
+            return found.search(history, count)
+
     def _own_prefixes(self, count: int, below: PrefixIndex | None) -> PrefixIndex:
         """The trie of this layer, given that of the base, which holds what is seen of it."""
         known = self._prefixes
@@ -293,16 +304,16 @@ class NodeIndex:
         with self._adding_lock:
             if self._adding == get_ident() or (self.base is not None and below is not self.base._prefixes):
                 # It, or what it lies over, is being added to further down on this stack: one for this call alone.
-                return self._add_prefixes(self._new_prefixes(below), count)
+                return self._add_prefixes(self._new_prefixes(below, count), count)
             self._adding = get_ident()
             try:
                 if self._prefixes is None:
-                    self._prefixes = self._new_prefixes(below)
+                    self._prefixes = self._new_prefixes(below, count)
                 return self._add_prefixes(self._prefixes, count)
             finally:
                 self._adding = 0
 
-    def _new_prefixes(self, below: PrefixIndex | None) -> PrefixIndex:
+    def _new_prefixes(self, below: PrefixIndex | None, count: int) -> PrefixIndex:
         return PrefixIndex(self.tip or self.root, below, self.base_count)
 
     def _add_prefixes(self, prefixes: PrefixIndex, count: int) -> PrefixIndex:

@@ -33,9 +33,10 @@ from sessiontree.features import FeatureStore
 from sessiontree.index import NodeIndex
 from sessiontree.locks import new_lock
 from sessiontree.node import Lineage, Namespace, Node, make_root
-from sessiontree.positions import scheme
+from sessiontree.positions import PositionScheme, scheme
 from sessiontree.stored import Stored, StoredHead, StoredIndex
-from sessiontree.tokens import Extent, PathCache
+from sessiontree.stored_prefixes import Content
+from sessiontree.tokens import TOKEN_BYTES, Extent, PathCache
 from sessiontree.tree import SessionTree, stored_tree
 from sessiontree.turns import Turn
 
@@ -45,7 +46,8 @@ R = TypeVar("R", codec.SessionRecord, codec.HeadRecord, codec.DropRecord)
 
 MISSING: Final = -1  # the place of a node that is nowhere
 _REMEMBERED: Final = 64  # batches, above which those that are durable are forgotten
-_FEW: Final = 16  # ids looked for one by one before they are sorted
+_FEW: Final = 16  # ids looked for one by one before they are sorted, or records that are read one by one
+_BATCH: Final = 4096  # records of which the entries are looked at together
 
 
 _PREFIX: Final = Struct("<BIII32sQ")
@@ -210,7 +212,7 @@ class SessionNodes:
         self.lenient = bool(log.damaged)
         self._asked = 0
         self._by_id: tuple[NDArray[np.uint64], NDArray[np.int64]] | None = None
-        self._by_parent: tuple[NDArray[np.uint32], NDArray[np.int64]] | None = None
+        self._by_parent: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
         return len(self._places)
@@ -237,6 +239,12 @@ class SessionNodes:
         return np.array_equal(mine, others)
 
     def read(self, ordinal: int, parent: Node) -> Stored:
+        return self._read(ordinal, parent.id, parent.stop, parent.scheme)
+
+    def read_alone(self, ordinal: int, parent_id: bytes, rules: PositionScheme) -> Stored:
+        return self._read(ordinal, parent_id, None, rules)
+
+    def _read(self, ordinal: int, parent_id: bytes, start: int | None, rules: PositionScheme) -> Stored:
         known = self._columns.entries[self._place(ordinal)]
         record = codec.decode(self._log.read(known))
         if not isinstance(record, codec.NodeRecord) or (record.session, record.ordinal, record.parent, record.id) != (
@@ -246,8 +254,8 @@ class SessionNodes:
             known["id"].tobytes(),
         ):
             raise CorruptTree(f"the record of node {ordinal} of session {known['session']} is that of another")
-        codec.check_digest(record, parent.id)
-        codec.check_positions(record, parent.stop, parent.scheme)
+        codec.check_digest(record, parent_id)
+        codec.check_positions(record, record.state.num_tokens - len(record.data) // TOKEN_BYTES if start is None else start, rules)
         content = (record.id, record.data, record.media, record.origin, record.role, record.key)
         return Stored(Turn(*content, record.runs, record.state, record.replayed), record.details)
 
@@ -257,6 +265,9 @@ class SessionNodes:
     def parent_of(self, ordinal: int) -> int:
         return int(self._columns.parents[self._place(ordinal)])
 
+    def parents(self) -> NDArray[np.int64]:
+        return np.asarray(parents_of(self._columns, self._places)).astype(np.int64)
+
     def _place(self, ordinal: int) -> int:
         at = ordinal - self.first
         place = int(self._places[at]) if 0 <= at < len(self._places) else MISSING
@@ -264,14 +275,13 @@ class SessionNodes:
             raise CorruptTree(f"node {ordinal} of a session is missing; it has up to {self.first + len(self._places) - 1}")
         return place
 
+    def id_of(self, ordinal: int) -> bytes:
+        identity: bytes = self._columns.entries[self._place(ordinal)]["id"].tobytes()
+        return identity
+
     def children_of(self, ordinal: int) -> Sequence[int]:
-        if self._by_parent is None:
-            parents = np.where(self._places == MISSING, codec.NONE, self._columns.parents[self._places])
-            order = np.argsort(parents, kind="stable")
-            self._by_parent = parents[order], order
-        parents, order = self._by_parent
-        wanted = np.uint32(ordinal)  # a plain int would have all of them converted
-        low, high = np.searchsorted(parents, wanted, "left"), np.searchsorted(parents, wanted, "right")
+        parents, order = self._sorted_parents()
+        low, high = parents.searchsorted((ordinal, ordinal + 1)).tolist()
         children: list[int] = (order[low:high] + self.first).tolist()
         return children
 
@@ -281,6 +291,29 @@ class SessionNodes:
         there = np.flatnonzero(self._places != MISSING)
         ids[there] = np.ascontiguousarray(self._columns.entries["id"][self._places[there]]).view(np.uint8).reshape(-1, ID_BYTES)
         return ids
+
+    def parents_outside(self) -> Sequence[int]:
+        parents, _ = self._sorted_parents()
+        outside: list[int] = np.unique(parents[: parents.searchsorted(self.first)]).tolist()
+        return outside
+
+    def _sorted_parents(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The parents of all nodes, sorted, and which node each one is the parent of, counted from the first."""
+        if self._by_parent is None:
+            parents = self.parents()
+            order = np.argsort(parents, kind="stable")
+            self._by_parent = parents[order], order
+        return self._by_parent
+
+    def contents(self, children: Sequence[int]) -> Iterator[Content]:
+        places = self._places[np.array(children, np.int64) - self.first]
+        order = np.argsort(places, kind="stable")  # as they lie there
+        for start in range(0, len(order), _BATCH):
+            batch = order[start : start + _BATCH]
+            rows = self._columns.entries[places[batch]]
+            records = map(self._log.read, rows) if _scattered(rows) else self._log.read_all(rows)
+            for at, record in zip(batch.tolist(), records, strict=True):
+                yield children[at], *codec.content_of(record)
 
     def find(self, node_id: bytes) -> int | None:
         if len(node_id) != ID_BYTES:
@@ -307,6 +340,12 @@ class SessionNodes:
     def find_key(self, parent: int, key: str) -> Sequence[int]:
         wanted, keys = codec.key_digest(key), self._columns.entries["key"]
         return [child for child in self.children_of(parent) if keys[self._places[child - self.first]] == wanted]
+
+
+def _scattered(rows: NDArray[Any]) -> bool:
+    """Whether records lie so far apart that to read what is between them costs more than a call for each."""
+    stretches = (rows["segment"].astype(np.int64) << 32) + (rows["offset"] >> 20).astype(np.int64)
+    return bool(np.count_nonzero(np.diff(stretches, prepend=-1)) * _FEW > len(rows))
 
 
 class Journal:

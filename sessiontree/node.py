@@ -547,19 +547,24 @@ def clipped_spans(node: Node, start: int, stop: int) -> list[tuple[MediaItem, in
     found: list[tuple[MediaItem, int, int, int]] = []
     at = deepest_from(node, stop - 1)._with_media if start < stop else None
     while at is not None and at.stop > start:
-        spans = []
-        for item in at.media:
-            placeholder = item.placeholders_before
-            for offset, length in item.spans:
-                begin, end = at.start + offset, at.start + offset + length
-                if begin < stop and end > start:
-                    clipped = max(begin, start)
-                    spans.append((item, clipped, min(end, stop), placeholder + clipped - begin))
-                placeholder += length
-        found += sorted(spans, key=lambda span: span[1], reverse=True)
+        found += reversed(own_spans(at.media, at.start, start, stop))
         at = _parent(at)._with_media
     found.reverse()
     return found
+
+
+def own_spans(media: tuple[MediaItem, ...], at: int, start: int, stop: int) -> list[tuple[MediaItem, int, int, int]]:
+    """The same of the items of one turn, which starts at path index ``at``."""
+    spans = []
+    for item in media:
+        placeholder = item.placeholders_before
+        for offset, length in item.spans:
+            begin, end = at + offset, at + offset + length
+            if begin < stop and end > start:
+                clipped = max(begin, start)
+                spans.append((item, clipped, min(end, stop), placeholder + clipped - begin))
+            placeholder += length
+    return sorted(spans, key=lambda span: span[1])
 
 
 def open_item(node: Node, block: OpenBlock) -> tuple[MediaItem, int, int]:

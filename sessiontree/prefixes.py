@@ -45,6 +45,10 @@ _LONGEST_LOOK: Final = 2**16  # tokens
 _ENDLESS: Final = 2**63
 
 
+class Busy(Exception):
+    """What is wanted is in the middle of being made, further down on this thread's stack."""
+
+
 class History(NamedTuple):
     """Path tokens from ``origin`` on, as bytes, and the media in them."""
 
@@ -104,13 +108,15 @@ class _Line:
 
     def visible(self, count: int) -> int:
         """Path index up to which the first ``count`` nodes brought it; 0 where none of them did."""
-        at = bisect_left(self.grown, (count, 0)) - 1
-        return self.grown[at][1] if at >= 0 else 0
+        grown = self.grown
+        at = bisect_left(grown, (count, 0)) - 1
+        return grown[at][1] if at >= 0 else 0
 
     def maker(self, at: int) -> int:
         """The number of the node that brought it as far as path index ``at``; endless where none has."""
-        number = bisect_left(self.grown, at, key=lambda grown: grown[1])
-        return self.grown[number][0] if number < len(self.grown) else _ENDLESS
+        grown = self.grown
+        number = bisect_left(grown, at, key=lambda grown: grown[1])
+        return grown[number][0] if number < len(grown) else _ENDLESS
 
 
 class _Path(_Line):
@@ -169,7 +175,7 @@ class PrefixIndex:
     )
 
     def __init__(self, tip: Node, base: PrefixIndex | None = None, base_count: int = 0) -> None:
-        self.nodes: list[Node | None] = []
+        self.nodes: list[Node] = []
         if base is None:
             self.first = tip.depth + 1
             self._path = _Path(tip)
@@ -201,6 +207,8 @@ class PrefixIndex:
         line = self._place_of(node.parent)
         if start < stop:
             history = History(start, node._extent.read_bytes(start, stop), placeholders_of(node.media, start))
+            if self._below:
+                self._below[0][0].complete(line, start, history)
             left, known = _follow(line, start, history, _layers_of(line, self._layers(_ENDLESS)), _ENDLESS)
             line = left
             if known < stop:
@@ -216,18 +224,21 @@ class PrefixIndex:
         self._places[node.id] = line
         self.nodes.append(node)
 
-    def skip(self) -> None:
-        """There is no node of the next number."""
-        self.nodes.append(None)
-
     def _place_of(self, node: Node) -> _Line:
         """The line that a node, of its own or below, ends on."""
         line = self._places.get(node.id)
         for trie, _ in reversed(self._below):
             if line is not None:
                 break
-            line = trie._places.get(node.id)
+            line = trie._place(node)
         return self._path if line is None else line
+
+    def _place(self, node: Node) -> _Line | None:
+        """The line that a node of its own ends on."""
+        return self._places.get(node.id)
+
+    def complete(self, line: _Line, at: int, history: History) -> None:
+        """Take in all that goes on as ``history`` does from a place on. Here that is so from the start: see StoredPrefixes."""
 
     def _line_from(self, left: _Line, at: int, node: Node) -> _Line:
         """The line for the tokens of the next node behind path index ``at`` of ``left``: that one, if it can grow, or a branch."""
@@ -271,6 +282,7 @@ class PrefixIndex:
         And the earliest node that goes on from there, otherwise than the history where that goes on too; None where none does.
         """
         layers = self._layers(count)
+        layers[0][0].complete(self._path, 0, history)
         line, length = _follow(self._path, 0, history, layers, _PATIENCE)
         node = _last_end(line, length, layers)
         layers = _layers_of(line, layers)
@@ -288,9 +300,7 @@ class PrefixIndex:
         return (*self._below, (self, count))
 
     def _node(self, number: int) -> Node:
-        node = self.nodes[number - self.first] if number >= self.first else self._path.tip.ancestor(number)
-        assert node is not None  # nothing ends where nothing was added
-        return node
+        return self.nodes[number - self.first] if number >= self.first else self._path.tip.ancestor(number)
 
     def _end_before(self, line: _Line, left: int, count: int) -> tuple[int, int]:
         """(path index, number) of the node of its own, of the first ``count``, that ends last on ``line`` at or before ``left``.

@@ -15,18 +15,47 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from unicodedata import bidirectional
 
 from pyrsistent import PMap
 
+from sessiontree.details import Details, Link
 from sessiontree.errors import OutOfRange, SessionTreeError, UnknownNode
+from sessiontree.media import MediaItem
 from sessiontree.node import Node
+from sessiontree.positions import PositionScheme
 from sessiontree.tokens import as_index, shown
 
 MAX_NAME: Final = 40  # characters of a name that are shown, and
 MAX_NAMES: Final = 8  # names of a list: whatever a node carries, its line stays readable
 _PLAIN: Final = re.compile(r"[\w.:/@+#-]+")  # letters and digits of any script
+
+
+class Told(Protocol):
+    """What :func:`_facts` says something of: a node, or what is known of one."""
+
+    @property
+    def id(self) -> bytes: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def role(self) -> str | None: ...
+    @property
+    def origin(self) -> str: ...
+    @property
+    def media(self) -> tuple[MediaItem, ...]: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+    @property
+    def links(self) -> tuple[Link, ...]: ...
+    @property
+    def scheme(self) -> PositionScheme: ...
+    @property
+    def _details(self) -> Details: ...
+    def __len__(self) -> int: ...
 
 
 class NeedsExtra(SessionTreeError, ImportError):
@@ -191,7 +220,7 @@ def _rows(nodes: Sequence[Node], heads: Mapping[str, Node], max_nodes: int) -> l
     return rows
 
 
-def _facts(node: Node) -> list[str]:
+def _facts(node: Told) -> list[str]:
     """All that is said of a node besides its heads; the first entry says which it is, what and where."""
     role = f"root of {_name(node.scheme.name)}" if node.role is None else _name(node.role)
     origin = " generated" if node.origin == "generated" else ""

@@ -14,13 +14,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
-from sessiontree.details import Details
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from sessiontree.details import Details, Link, TailPolicy
 from sessiontree.errors import CorruptTree
 from sessiontree.index import Limits, NodeIndex
 from sessiontree.locks import new_lock
-from sessiontree.node import Node, make_child
+from sessiontree.media import MediaItem
+from sessiontree.node import MediaSpan, Node, Origin, make_child, own_spans
+from sessiontree.positions import PositionScheme
 from sessiontree.prefixes import PrefixIndex
-from sessiontree.tokens import Extent
+from sessiontree.stored_prefixes import Content, StoredPrefixes
+from sessiontree.tokens import TOKEN_BYTES, Extent, token_array
 from sessiontree.turns import Turn
 
 _RECENT: Final = 4  # nodes that are kept, with their paths, although nobody holds them
@@ -31,6 +38,53 @@ class Stored(NamedTuple):
 
     turn: Turn
     details: Details
+
+
+@attrs.frozen(eq=False)
+class LoneNode:
+    """A node as its record has it, without its path: what is said of one, and no more. Names mean what they mean for a Node.
+
+    Its record was checked as any, against the id that its parent is to have. That of its parent was not read.
+    """
+
+    id: bytes
+    parent_id: bytes
+    depth: int
+    start: int
+    stop: int
+    role: str
+    origin: Origin
+    key: str | None
+    media: tuple[MediaItem, ...]
+    scheme: PositionScheme
+    _data: bytes
+    _details: Details
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self._details.finish_reason
+
+    @property
+    def tail_policy(self) -> TailPolicy | None:
+        return self._details.tail_policy
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        return self._details.links
+
+    def input_ids(self, start: int, stop: int) -> NDArray[np.int32]:
+        """Path tokens ``[start, stop)``, of its own."""
+        return token_array(self._data)[start - self.start : stop - self.start]
+
+    def media_spans(self, start: int, stop: int) -> tuple[MediaSpan, ...]:
+        """(item, start, stop) for each of its spans that meets the window, in path order and coordinates, clipped to it."""
+        return tuple((item, begin, end) for item, begin, end, _ in own_spans(self.media, self.start, start, stop))
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __bool__(self) -> bool:
+        return True
 
 
 class NodeSource(Protocol):
@@ -52,13 +106,27 @@ class NodeSource(Protocol):
     def read(self, ordinal: int, parent: Node) -> Stored:
         """Its record, checked to be that of a child of ``parent``. Raises CorruptTree."""
 
+    def read_alone(self, ordinal: int, parent_id: bytes, rules: PositionScheme) -> Stored:
+        """The same without its parent, of which only the id is known: it starts where it says itself. Raises CorruptTree."""
+
     def raw(self, ordinal: int) -> bytes:
         """Its record as it lies there, its checksum checked and nothing else. Raises CorruptTree."""
 
     def parent_of(self, ordinal: int) -> int: ...
 
+    def parents(self) -> NDArray[np.int64]:
+        """Of all its nodes, in order; of one that is missing, an ordinal behind all there are."""
+
+    def id_of(self, ordinal: int) -> bytes: ...
+
     def children_of(self, ordinal: int) -> Sequence[int]:
         """In commit order."""
+
+    def parents_outside(self) -> Sequence[int]:
+        """Those of all parents that are not here."""
+
+    def contents(self, ordinals: Sequence[int]) -> Iterator[Content]:
+        """What nodes hold, in any order. The checksums of their records are checked and nothing else. Raises CorruptTree."""
 
     def find(self, node_id: bytes) -> int | None: ...
 
@@ -110,16 +178,41 @@ class StoredIndex(NodeIndex):
             else:
                 yield child, node
 
+    def _own_prefixes(self, count: int, below: PrefixIndex | None) -> PrefixIndex:
+        with self._adding_lock:
+            known = self._prefixes
+            if known is None or known.count != count:
+                known = self._prefixes = self._new_prefixes(None, count)
+        return known
+
+    def _new_prefixes(self, below: PrefixIndex | None, count: int) -> PrefixIndex:
+        return StoredPrefixes(weakref.proxy(self), count)
+
     def _add_prefixes(self, prefixes: PrefixIndex, count: int) -> PrefixIndex:
-        for ordinal in range(prefixes.count, count):
+        return prefixes  # it takes them in by itself
+
+    def children_of(self, ordinal: int) -> Sequence[int]:
+        """Ordinals of the children of a node that lie here, in commit order."""
+        return self.source.children_of(ordinal)
+
+    def parents_outside(self) -> Sequence[int]:
+        """Ordinals of the nodes that have children here and do not lie here themselves."""
+        return self.source.parents_outside()
+
+    def contents(self, ordinals: Sequence[int]) -> Iterator[Content]:
+        """What nodes hold, in any order. Raises CorruptTree; where the source is lenient, those that are damaged are left out."""
+        source = self.source
+        if len(ordinals) > 1 and not source.lenient:
+            yield from source.contents(ordinals)
+            return
+        for ordinal in ordinals:  # a single one will mostly be asked for as well
             try:
-                node = self.node(ordinal) if self.source.has(ordinal) else None
+                node = self.node(ordinal)
             except CorruptTree:
-                if not self.source.lenient:
+                if not source.lenient:
                     raise
-                node = None
-            prefixes.skip() if node is None else prefixes.add(node)
-        return prefixes
+            else:
+                yield ordinal, node._extent.read_bytes(node.start, node.stop), node.media
 
     def ordinal_of(self, node: Node) -> int | None:
         """The ordinal of a node that is here, or on the path it lies over."""
@@ -139,6 +232,20 @@ class StoredIndex(NodeIndex):
                 found = self._loaded(ordinal)
         self._recent.append(found)
         return found
+
+    def alone(self, ordinal: int, depth: int) -> Node | LoneNode:
+        """What is known of the node of an ordinal, which stands at this depth, without reading its path. Raises CorruptTree."""
+        found = self._below(ordinal) or self._known.get(ordinal)
+        if found is not None:
+            return found
+        parent = self.source.parent_of(ordinal)
+        above, rules = self._below(parent), self.root.scheme
+        parent_id = self.source.id_of(parent) if above is None else above.id
+        turn, details = self.source.read_alone(ordinal, parent_id, rules)
+        stop = turn.state.num_tokens
+        start = stop - len(turn.data) // TOKEN_BYTES
+        content = (turn.role, turn.origin, turn.key, turn.media)
+        return LoneNode(turn.id, parent_id, depth, start, stop, *content, rules, turn.data, details)
 
     def _below(self, ordinal: int) -> Node | None:
         """A node that is not one of the source's."""

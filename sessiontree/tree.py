@@ -198,14 +198,14 @@ class SessionTree(Sealed):
         ``media``: its items, spans relative to the history's first token. Token ids must be equal one by one, inside spans too,
         and the items that they are placeholders of; turns, roles and where the positions came from do not matter. In time
         proportional to the history, whatever is in the tree; nodes that were added since the last call are taken in first, a
-        few µs each, once for all values that hold them; the path of a fork needs no such thing. Raises OutOfRange and
-        MediaSpanError for a history that cannot be.
+        few µs each, once for all values that hold them; the path of a fork needs no such thing. Of nodes on disk, the children of
+        those that the history comes by are read, once. Raises OutOfRange and MediaSpanError for a history that cannot be.
         """
         return self._find_prefix(token_bytes(token_ids), tuple(media))[0]
 
     def _find_prefix(self, data: bytes, items: tuple[MediaItem, ...]) -> tuple[PrefixMatch, Node | None]:
         placements(items, len(data) // TOKEN_BYTES)
-        return self._index.prefixes(self._count).search(History(0, data, placeholders_of(items, 0)), self._count)
+        return self._index.find_prefix(History(0, data, placeholders_of(items, 0)), self._count)
 
     def validate(self, path: Node | bytes | Sequence[Node], *, allow_extend_truncated: bool = False) -> tuple[Problem, ...]:
         """What a model or an API would stumble over on the path of a node: unpaired tool calls, replies cut off and gone on from.

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sessiontree import MediaItem, Node, Session, SessionStore, replay
+from sessiontree import CorruptTree, MediaItem, Node, Session, SessionStore, codec, replay
+from sessiontree.bundles import export_bundle
 from sessiontree.cli import output
+from sessiontree.cli.facts import Marks, node_facts, node_line
+from sessiontree.cli.shape import Shape
+from sessiontree.cli.words import Words
+from sessiontree.stored import LoneNode
 from tests.command_line import ROOT, conversation, environment, flip, generate, json_of, run, sessiontree, text_of
+from tests.disk import Disk
+from tests.disk_model import open_on
+from tests.test_store_disk import log_of, records_of
 from tests.toy import a_turn, image, media, shown, toy_scheme, turn
 
 COMMANDS = ["ls", "tree", "show", "log", "diff", "replay", "stats", "fsck", "export", "import", "pin", "unpin", "drop", "gc"]
@@ -247,6 +255,125 @@ def test_log_is_the_path_newest_first(chats: Path, session: Session) -> None:
         "node": first.id.hex(),
         "nodes": [node_in_json(node, session) for node in first.path()[::-1]],
     }
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> Iterator[Session]:
+    """A path of 200 turns, some with media, some generated, some of other histories, as a store, a fork and a bundle hold it."""
+    with SessionStore.open(tmp_path / "deep") as store:
+        session = store.create("deep", scheme=toy_scheme())
+        node = session.root
+        for number in range(200):
+            asked = a_turn(number=number)
+            if number % 3:
+                node = session.append(node, [number, 5, 6], metadata={"tool_calls": [f"call {number}"]})
+            elif number % 2:
+                node = session.append(node, asked.tokens, media=media(asked), role="tool", key=f"key {number}")
+            else:
+                node = generate(session, node, number, 7)
+            if number % 50 == 49:
+                node = session.truncate(node, node.stop - 1)
+        session.set_head("main", node)
+        session.pin(node.ancestor(7))
+        fork = store.fork(session, node.ancestor(150), "fork")
+        fork.set_head("main", fork.append(fork.append(node.ancestor(150).id, [1]), [2]))
+        export_bundle(store, tmp_path / "bundle")
+    with SessionStore.open(tmp_path / "deep", read_only=True) as store:
+        yield store.get("deep")
+
+
+@pytest.mark.parametrize("name", ["deep", "fork"])
+def test_log_says_of_nodes_that_it_reads_alone_what_they_say_themselves(deep: Session, tmp_path: Path, name: str) -> None:
+    session = deep._store.get(name)
+    path = session.head("main").node.path()[::-1]
+    marks, text = Marks(session, Shape(session._tree)), Words(lambda ids: " ".join(map(str, ids)), lambda each: each != 7)
+    for store in (tmp_path / "deep", tmp_path / "bundle"):
+        assert text_of("log", store, name).splitlines() == [node_line(node, marks) for node in path]
+        assert json_of("log", store, name)["nodes"] == [node_in_json(node, session) for node in path]
+    with SessionStore.open(tmp_path / "deep", read_only=True) as opened:
+        shape = Shape(opened.get(name)._tree)
+        lone = list(shape.upward(shape.ordinal_of_head("main")))
+    assert sum(isinstance(node, LoneNode) for node in lone) == (len(path) - 1 if name == "deep" else 2)
+    for node, one in zip(path, lone, strict=True):
+        assert node_line(one, marks, text) == node_line(node, marks, text)
+        assert node_facts(one, marks, text) == node_facts(node, marks, text)
+        for start, stop in ((node.start, node.stop), (node.start + 1, node.stop), (node.start, node.stop - 1)):
+            if node.start <= start <= stop <= node.stop:
+                assert one.media_spans(start, stop) == node.media_spans(start, stop)
+                assert one.input_ids(start, stop).tolist() == node.input_ids(start, stop).tolist()
+
+
+@pytest.mark.parametrize("place", ["deep", "deep/main", "newest", "deep/id"])
+def test_log_reads_the_nodes_it_shows_and_no_others(
+    deep: Session, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tip = deep.head("main").node
+    if place == "newest":
+        with SessionStore.open(tmp_path / "deep") as store:
+            store.get("deep").drop_head("main")
+    known = {node.id: ordinal for ordinal, node in enumerate(deep.tree)}
+    place = {"newest": "deep", "deep/id": f"deep/{tip.id.hex()[:20]}"}.get(place, place)
+    read: list[int] = []
+    decode = codec.decode
+
+    def decoded(*given: Any) -> Any:
+        record = decode(*given)
+        if isinstance(record, codec.NodeRecord):
+            read.append(record.ordinal)
+        return record
+
+    monkeypatch.setattr(codec, "decode", decoded)
+    assert len(text_of("log", tmp_path / "deep", place, "-n", 3).splitlines()) == 3
+    assert read == [known[node.id] for node in tip.path()[:-4:-1]]
+
+
+def test_log_shows_what_stands_before_damage_and_ends_with_it(deep: Session, tmp_path: Path) -> None:
+    path = deep.head("main").node.path()[::-1]
+    at = next(at for at, node in enumerate(path) if node.key == "key 93")
+    marks = Marks(deep, Shape(deep._tree))
+    lines, facts = [node_line(node, marks) for node in path], [node_in_json(node, deep) for node in path]
+    flip(tmp_path / "deep", b"key 93")
+    result = run("log", tmp_path / "deep", "deep")
+    assert (result.exit_code, result.stdout.splitlines()) == (5, lines[:at]) and "checksum" in result.stderr
+    answer = json_of("log", tmp_path / "deep", "deep", code=5)
+    assert answer["nodes"] == facts[:at] and answer["error"]["type"] == "CorruptTree"
+    assert run("log", tmp_path / "deep", "deep", "-n", at).exit_code == 0
+
+
+def rewritten(change: Callable[[codec.NodeRecord], codec.NodeRecord]) -> Shape:
+    """A path of five turns, the record of the third as ``change`` has it."""
+    disk = Disk()
+    with open_on(disk) as store:
+        session = store.create("s", scheme="text@hf5")
+        node = session.root
+        for number in range(5):
+            node = session.append(node, [number, 1])
+    records = records_of(disk)
+    at = [number for number, record in enumerate(records) if codec.entry_of(record).kind == codec.NODE][2]
+    good = codec.decode(records[at])
+    assert isinstance(good, codec.NodeRecord)
+    records[at] = codec.encode(change(good))
+    return Shape(open_on(log_of(records), read_only=True).get("s")._tree)
+
+
+@pytest.mark.parametrize(
+    ("change", "shown_before", "message"),
+    [
+        (lambda record: record._replace(data=bytes(8)), 2, "holds the content of"),
+        (lambda record: record._replace(state=record.state._replace(num_tokens=7)), 2, "ends at 7, and its child starts at 6"),
+        (lambda record: record._replace(ordinal=9), 0, "node 3 of a session is missing"),
+        (lambda record: record._replace(parent=1), 2, "holds the content of"),
+        (lambda record: record._replace(parent=0), 2, "holds the content of"),
+        (lambda record: record._replace(id=bytes(32)), 1, "holds the content of"),
+    ],
+)
+def test_log_refuses_a_path_that_is_none(change: Any, shown_before: int, message: str) -> None:
+    shape = rewritten(change)
+    shown: list[Any] = []
+    with pytest.raises(CorruptTree, match=message):
+        for node in shape.upward(5):
+            shown.append(node)  # some come before the error
+    assert len(shown) == shown_before
 
 
 # --- diff -------------------------------------------------------------------------------------------------------------

@@ -90,6 +90,9 @@ class Log(Protocol):
     def read(self, known: Any) -> bytes:
         """The record of an entry. Raises CorruptTree."""
 
+    def read_all(self, entries: NDArray[Any]) -> Iterator[bytes]:
+        """Those of many entries in order, read together where they lie side by side. Raises CorruptTree."""
+
     @property
     def lease(self) -> Lease:
         """What keeps the entries readable that there are now: hold it with them."""
@@ -105,9 +108,6 @@ class CompactLog(Log, Protocol):
 
     def stored_bytes(self) -> int:
         """How many bytes all of it takes, about."""
-
-    def records(self, entries: NDArray[Any]) -> Iterator[bytes]:
-        """Their records in order. Raises CorruptTree."""
 
     def copy(self, records: Records) -> None:
         """Store records once more, past what is in line, durably."""

@@ -785,9 +785,10 @@ class SegmentLog:
         entries = self.entries()
         return int(entries["length"].sum(dtype=np.int64)) + HEAD.size * len(entries)
 
-    def records(self, entries: Entries) -> Iterator[bytes]:
+    def read_all(self, entries: Entries) -> Iterator[bytes]:
         """The records of entries in order, checked; those that lie side by side are read together. Raises CorruptTree."""
-        assert self._keys is not None
+        if self._keys is None or self._closed:
+            raise self._refuse()
         window, fd, current = None, -1, -1
         try:
             for segment, offset, length, crc in entries[["segment", "offset", "length", "crc"]].tolist():

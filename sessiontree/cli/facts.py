@@ -12,6 +12,7 @@ from sessiontree.media import MediaItem
 from sessiontree.node import Namespace, Node
 from sessiontree.render import _facts, _name
 from sessiontree.store import Session
+from sessiontree.stored import LoneNode
 
 MAX_CHARACTERS = 60  # of a node's text in its line
 
@@ -32,7 +33,7 @@ class Marks:
         return node_id in self._pins
 
 
-def node_line(node: Node, marks: Marks, words: Words | None = None) -> str:
+def node_line(node: Node | LoneNode, marks: Marks, words: Words | None = None) -> str:
     """A node in one line, as ``to_text`` draws it: id, role, tokens; what else there is; its heads; the beginning of its text."""
     generated = node.origin == "generated"
     line = styled("● " if generated else "○ ", fg="green" if generated else "cyan") + ", ".join(_facts(node))
@@ -45,11 +46,12 @@ def node_line(node: Node, marks: Marks, words: Words | None = None) -> str:
     return line
 
 
-def node_facts(node: Node, marks: Marks, words: Words | None = None) -> dict[str, Any]:
+def node_facts(node: Node | LoneNode, marks: Marks, words: Words | None = None) -> dict[str, Any]:
     """The keys that every node has in JSON, wherever it stands."""
+    parent = node.parent_id if isinstance(node, LoneNode) else None if node.parent is None else node.parent.id
     facts: dict[str, Any] = {
         "id": node.id.hex(),
-        "parent": None if node.parent is None else node.parent.id.hex(),
+        "parent": None if parent is None else parent.hex(),
         "depth": node.depth,
         "start": node.start,
         "stop": node.stop,

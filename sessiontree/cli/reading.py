@@ -16,7 +16,7 @@ from sessiontree import query
 from sessiontree.cli.facts import Marks, item_facts, namespace_facts, node_facts, node_line, number, span_facts
 from sessiontree.cli.output import Code, plain, safe, stream_json, styled, write, write_json, write_pairs
 from sessiontree.cli.shape import Shape
-from sessiontree.cli.source import Json, Lenient, OnePlace, Source, Tokenizer, complete_place, place_named, reading
+from sessiontree.cli.source import Json, Lenient, OnePlace, Source, Tokenizer, complete_place, place_named, reading, spot_named
 from sessiontree.cli.words import Words, words
 from sessiontree.node import Node
 from sessiontree.query import Diff
@@ -184,12 +184,12 @@ def log(
     """
     text = words(tokenizer)
     with reading(store, lenient) as source:
-        session, node = place_named(source, place)
-        marks = Marks(session, Shape(session._tree))
-        upward = islice(_upward(node), limit)
+        session, shape, ordinal = spot_named(source, place)
+        marks = Marks(session, shape)
+        upward = islice(shape.upward(ordinal), limit)
         if as_json:
             entries = (node_facts(each, marks, text) for each in upward)
-            stream_json({"session": session.id, "node": node.id.hex()}, "nodes", entries)
+            stream_json({"session": session.id, "node": shape.id_at(ordinal).hex()}, "nodes", entries)
         else:
             for each in upward:
                 write(node_line(each, marks, text))

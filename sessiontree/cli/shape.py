@@ -16,51 +16,65 @@ from sessiontree.digest import ID_BYTES
 from sessiontree.errors import CorruptTree
 from sessiontree.index import NodeIndex
 from sessiontree.node import Node
-from sessiontree.stored import StoredHead
+from sessiontree.stored import LoneNode, StoredHead, StoredIndex
 from sessiontree.tree import SessionTree
 
 
 class Shape:
-    """``parents``: by ordinal, in commit order, the parent's ordinal; -1 for the root, and for what is not there or names none.
-
-    ``below``: how many nodes stand below each. ``lost``: how many nodes there are that do not stand below the root.
-    """
+    """Each of these is derived when it is first asked for."""
 
     def __init__(self, tree: SessionTree) -> None:
         self._tree = tree
         self._layers: list[tuple[NodeIndex, int]] = tree._index.layers_upward(tree._count)
-        parents = [-1] * tree._count
-        for ordinal, parent in self._known_parents():
-            parents[ordinal] = parent
-        self.parents = parents
-        self.below = below = [0] * len(parents)
+
+    @cached_property
+    def parents(self) -> list[int]:
+        """By ordinal, in commit order, the parent's ordinal; -1 for the root, and for what is not there or names none."""
+        parents = np.full(self._tree._count, -1, np.int64)
+        for first, some in self._known_parents():
+            before = some < np.arange(first, first + len(some))
+            parents[first : first + len(some)] = np.where(before, some, -1)
+        found: list[int] = parents.tolist()
+        return found
+
+    @cached_property
+    def below(self) -> list[int]:
+        """How many nodes stand below each."""
+        parents = self.parents
+        below = [0] * len(parents)
         for ordinal in range(len(parents) - 1, 0, -1):
             if parents[ordinal] >= 0:
                 below[parents[ordinal]] += below[ordinal] + 1
-        self.lost = len(tree) - 1 - below[0]
-        by_parent = np.asarray(parents)
-        self._order: NDArray[np.int64] = np.argsort(by_parent, kind="stable")
-        self._starts: NDArray[np.int64] = np.searchsorted(by_parent[self._order], np.arange(len(parents) + 1))
+        return below
 
-    def _known_parents(self) -> Iterator[tuple[int, int]]:
+    @property
+    def lost(self) -> int:
+        """How many nodes there are that do not stand below the root."""
+        return len(self._tree) - 1 - self.below[0]
+
+    @cached_property
+    def _by_parent(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Ordinals sorted by their parents, and where the children of each begin there; where the last ones end."""
+        parents = np.asarray(self.parents)
+        order = np.argsort(parents, kind="stable")
+        return order, np.searchsorted(parents[order], np.arange(len(parents) + 1))
+
+    def _known_parents(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """(the first ordinal, the parents of the nodes from there on) for each stretch; of one that is missing, none before it."""
         for index, visible in self._layers:
             if index.tip is not None:
-                yield from ((depth, depth - 1) for depth in range(1, index.tip.depth + 1))
-            source: Any = getattr(index, "source", None)
-            for ordinal in range(max(index.base_count, 1), visible):
-                try:
-                    if source is not None:
-                        parent = source.parent_of(ordinal)
-                    else:
-                        parent = index.find_ordinal(index.nodes[ordinal - index.base_count].parent, visible)  # type: ignore[arg-type]
-                except CorruptTree:
-                    continue
-                if parent < ordinal:
-                    yield ordinal, parent
+                yield 0, np.arange(-1, index.tip.depth)
+            first = max(index.base_count, 1)
+            if isinstance(index, StoredIndex):
+                yield first, index.source.parents()[: visible - first]
+            else:
+                above = (node.parent for node in index.nodes[first - index.base_count : visible - index.base_count])
+                yield first, np.array([index.find_ordinal(parent, visible) for parent in above if parent is not None], np.int64)
 
     def children(self, ordinal: int) -> list[int]:
         """In commit order."""
-        found: list[int] = self._order[self._starts[ordinal] : self._starts[ordinal + 1]].tolist()
+        order, starts = self._by_parent
+        found: list[int] = order[starts[ordinal] : starts[ordinal + 1]].tolist()
         return found
 
     def node(self, ordinal: int) -> Node:
@@ -73,10 +87,35 @@ class Shape:
                 return index.tip.ancestor(ordinal)
         raise AssertionError(ordinal)
 
-    def newest(self) -> Node:
-        """The node that was committed last, of those that stand below the root."""
+    def upward(self, ordinal: int) -> Iterator[Node | LoneNode]:
+        """The path of a node, from there to the root: each is read when it is asked for, and nothing else is.
+
+        Raises CorruptTree where one is damaged, before the first one where the path does not lead to the root.
+        """
+        path = [ordinal]
+        while path[-1]:
+            path.append(self.parents[path[-1]])
+            if path[-1] < 0:
+                self.node(ordinal)  # which says why
+                raise CorruptTree(f"the path of node {ordinal} does not lead to the root")
+        below: Node | LoneNode | None = None
+        for depth, at in zip(range(len(path) - 1, -1, -1), path, strict=True):
+            node = self._alone(at, depth)
+            if below is not None and below.start != node.stop:
+                raise CorruptTree(f"node {node.id[:4].hex()} ends at {node.stop}, and its child starts at {below.start}")
+            yield node
+            below = node
+
+    def _alone(self, ordinal: int, depth: int) -> Node | LoneNode:
+        for index, _ in self._layers:
+            if isinstance(index, StoredIndex) and ordinal < index.count:
+                return index.alone(ordinal, depth)
+        return self.node(ordinal)
+
+    def newest(self) -> int:
+        """The ordinal of the node that was committed last, of those that stand below the root."""
         ordinals = range(len(self.parents) - 1, 0, -1)
-        return self.node(next((ordinal for ordinal in ordinals if self.parents[ordinal] >= 0), 0))
+        return next((ordinal for ordinal in ordinals if self.parents[ordinal] >= 0), 0)
 
     def ordinal(self, node: Node) -> int:
         """Of a node of this tree."""
@@ -93,10 +132,12 @@ class Shape:
 
     def ordinals_of_heads(self) -> dict[str, int]:
         """Where each head is, by name in order."""
-        heads = self._tree._heads
-        return {
-            name: head.ordinal if isinstance(head, StoredHead) else self.ordinal(head.node) for name, head in sorted(heads.items())
-        }
+        return {name: self.ordinal_of_head(name) for name in sorted(self._tree._heads)}
+
+    def ordinal_of_head(self, name: str) -> int:
+        """Where a head is that there is."""
+        head = self._tree._heads[name]
+        return head.ordinal if isinstance(head, StoredHead) else self.ordinal(head.node)
 
     @cached_property
     def ids(self) -> NDArray[np.uint8]:

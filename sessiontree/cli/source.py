@@ -104,31 +104,55 @@ def _got(store: Any, session_id: str) -> Session:
     return session
 
 
+class Spot(NamedTuple):
+    """The ordinal of a node in its session, which need not be read for that; None where only a session was named."""
+
+    session: Session
+    shape: Shape
+    ordinal: int | None
+
+
 def place_named(store: Any, text: str | None) -> Place:
-    """What a place means; where it is only a session, its :func:`default_node`. Raises Usage, CorruptTree."""
-    session, node = find_place(store, text)
-    return Place(session, default_node(session) if node is None else node)
+    """What a place means; where it is only a session, its default node: see :func:`spot_named`. Raises Usage, CorruptTree."""
+    session, shape, ordinal = spot_named(store, text)
+    return Place(session, shape.node(ordinal))
+
+
+def spot_named(store: Any, text: str | None) -> tuple[Session, Shape, int]:
+    """The same without reading the node.
+
+    What is meant where only a session is named: head "main", or the only head, or, without heads, the node that came last.
+    """
+    session, shape, ordinal = _find_spot(store, text)
+    return session, shape, _default(session, shape) if ordinal is None else ordinal
 
 
 def find_place(store: Any, text: str | None) -> tuple[Session, Node | None]:
     """What ``SESSION/NODE``, ``SESSION`` or ``NODE`` means: the node is None where only a session is named."""
+    session, shape, ordinal = _find_spot(store, text)
+    return session, None if ordinal is None else shape.node(ordinal)
+
+
+def _find_spot(store: Any, text: str | None) -> Spot:
     ids = store.sessions()
     if text is None or text in ids:
-        return session_named(store, text), None
+        session = session_named(store, text)
+        return Spot(session, Shape(session._tree), None)
     missing: Usage | None = None
     for session_id, node in _meanings(store, text, ids):
         try:
             session = session_named(store, session_id)
-            return session, None if node is None else node_named(session, node)
+            shape = Shape(session._tree)
+            return Spot(session, shape, None if node is None else _ordinal_named(session, shape, node))
         except Usage as error:
             if error.candidates:
                 raise
             missing = missing or error
-    found = _places_of(store, ids, text)
-    if len({place.node.id for place in found}) > 1:
-        raise _ambiguous(f"{text!r} may be any of", [_described(place) for place in found])
+    found = _spots_of(store, ids, text)
+    if len({shape.id_at(ordinal) for _, shape, ordinal in found}) > 1:
+        raise _ambiguous(f"{text!r} may be any of", [_described(*spot) for spot in found])
     if found:
-        return found[0]
+        return Spot(*found[0])
     raise missing or Usage(f"nothing is called {text!r} here; a place is SESSION, SESSION/NODE or NODE, see `sessiontree ls`")
 
 
@@ -143,43 +167,47 @@ def _meanings(store: Any, text: str, ids: tuple[str, ...]) -> Iterator[tuple[str
     yield from (split for split in splits if any(each.startswith(split[0]) for each in ids))
 
 
-def _places_of(store: Any, ids: tuple[str, ...], text: str) -> list[Place]:
+def _spots_of(store: Any, ids: tuple[str, ...], text: str) -> list[tuple[Session, Shape, int]]:
     """Nodes of any session whose ids begin so."""
     found = []
     for session in (_got(store, session_id) for session_id in ids if _HEX.fullmatch(text)):
         shape = Shape(session._tree)
-        found += [Place(session, shape.node(ordinal)) for ordinal in shape.matching(text)[: MAX_CANDIDATES + 1]]
+        found += [(session, shape, ordinal) for ordinal in shape.matching(text)[: MAX_CANDIDATES + 1]]
     return found
 
 
-def _described(place: Place) -> str:
-    return f"{place.session.id}/{place.node.id.hex()[:16]}  {_facts(place.node)[0]}"
+def _described(session: Session, shape: Shape, ordinal: int) -> str:
+    node = shape.node(ordinal)
+    return f"{session.id}/{node.id.hex()[:16]}  {_facts(node)[0]}"
 
 
 def node_named(session: Session, text: str) -> Node:
     """The node of a head, of "root", or of an id or its beginning. Raises Usage, CorruptTree."""
-    if text in session._tree._heads:
-        return session.head(text).node
-    if text == "root":
-        return session.root
     shape = Shape(session._tree)
+    return shape.node(_ordinal_named(session, shape, text))
+
+
+def _ordinal_named(session: Session, shape: Shape, text: str) -> int:
+    if text in session._tree._heads:
+        return shape.ordinal_of_head(text)
+    if text == "root":
+        return 0
     found = shape.matching(text) if _HEX.fullmatch(text) else []
     if not found:
         raise Usage(f"session {session.id!r} has no head and no node {text!r}")
     if len(found) > 1:
         nodes = [f"{node.id.hex()[:16]}  {_facts(node)[0]}" for node in map(shape.node, found[: MAX_CANDIDATES + 1])]
         raise _ambiguous(f"{text!r} may be any of", nodes, len(found))
-    return shape.node(found[0])
+    return found[0]
 
 
-def default_node(session: Session) -> Node:
-    """What is meant where only a session is named: head "main", or the only head, or, without heads, the node that came last."""
+def _default(session: Session, shape: Shape) -> int:
     names = sorted(session._tree._heads)
     if "main" in names or len(names) == 1:
-        return session.head("main" if "main" in names else names[0]).node
+        return shape.ordinal_of_head("main" if "main" in names else names[0])
     if names:
         raise _ambiguous(f'session {session.id!r} has no head "main"; name one of', [f"{session.id}/{name}" for name in names])
-    return Shape(session._tree).newest()
+    return shape.newest()
 
 
 def _ambiguous(message: str, candidates: Any, count: int | None = None) -> Usage:

@@ -12,6 +12,7 @@ from typing import Any, Final
 from sessiontree.cli.output import Usage, safe
 from sessiontree.node import Node
 from sessiontree.render import NeedsExtra, _isolated
+from sessiontree.stored import LoneNode
 
 _QWEN: Final = "qwen2.5-72b-instruct"
 
@@ -23,18 +24,18 @@ class Words:
         self._decode = decode
         self._knows = knows
 
-    def text(self, node: Node) -> str:
+    def text(self, node: Node | LoneNode) -> str:
         """A node's own tokens."""
         return self.between(node, node.start, node.stop)
 
-    def beginning(self, node: Node, characters: int, start: int | None = None) -> str:
+    def beginning(self, node: Node | LoneNode, characters: int, start: int | None = None) -> str:
         """Path tokens from ``start`` (None: the node's own) on, as many as are worth showing, quoted, in one line, safe to show."""
         start = node.start if start is None else start
         stop = min(node.stop, start + characters)  # hardly any token is shorter than a character
         text = self.between(node, start, stop)
         return _isolated(safe(repr(text[:characters]))) + ("…" if len(text) > characters or stop < node.stop else "")
 
-    def between(self, node: Node, start: int, stop: int) -> str:
+    def between(self, node: Node | LoneNode, start: int, stop: int) -> str:
         """Path tokens ``[start, stop)``."""
         ids, pieces, at = node.input_ids(start, stop).tolist(), [], start
         for item, begin, end in node.media_spans(start, stop):

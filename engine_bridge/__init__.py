@@ -1,6 +1,7 @@
 """From session nodes to what engines run on. The only package here that knows PyTorch."""
 
 from engine_bridge.adapters.transformers import to_transformers
+from engine_bridge.page_hashes import PageHashes, page_hashes
 from engine_bridge.request import RequestInputs, request_inputs
 from engine_bridge.rows import BatchSpan
 from engine_bridge.stager import DecodeBatch, ExtendBatch, InputStager
@@ -10,7 +11,9 @@ __all__ = [
     "DecodeBatch",
     "ExtendBatch",
     "InputStager",
+    "PageHashes",
     "RequestInputs",
+    "page_hashes",
     "request_inputs",
     "to_transformers",
 ]

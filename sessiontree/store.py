@@ -191,6 +191,23 @@ class Session:
         """The other children of its parent, in commit order."""
         return self._tree.siblings(node)
 
+    def branch_done(self, node: Node | bytes) -> bool:
+        """Whether no turn is to come at ``node`` or below it, as heads say: what only those turns would need can go.
+
+        A head stands where a conversation goes on; an open draft is a turn on its way. So a branch is done when neither is at the
+        node or below it, and all are when the session is closed. A session that never had a head says nothing: none of its branches
+        is done while it is open. Heads outlive the process, so what they say does. Pins say what is kept, not what goes on; and
+        whoever is told that a branch is done may still go on from it, which only costs what was let go.
+
+        O(heads and drafts × log depth). Raises UnknownNode, for nodes that were dropped too.
+        """
+        tree = self._tree
+        node = tree._resolve(node)
+        if self._closed or not tree._moves:
+            return self._closed
+        held = [*(head.node for head in tree._heads.values()), *(draft.parent for draft in self._drafts())]
+        return not any(tip.depth >= node.depth and tip.ancestor(node.depth).id == node.id for tip in held)
+
     def leaves(self) -> tuple[Node, ...]:
         """Nodes without children, in commit order."""
         return self._tree.leaves()

@@ -22,10 +22,10 @@ help: ## list the targets
 demo: .venv/demo.stamp ## run the main job on real input: examples/quickstart.py
 	$(BIN)/python examples/quickstart.py
 
-test: .venv/dev.stamp ## run the tests
+test: .venv/dev.stamp .venv/sglang.stamp ## run the tests
 	$(PYTEST)
 
-cover: .venv/dev.stamp ## run the tests and show their coverage, in twice the time
+cover: .venv/dev.stamp .venv/sglang.stamp ## run the tests and show their coverage, in twice the time
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered
 
 check: .venv/dev.stamp ## lint, formatting, types and the layers
@@ -62,9 +62,9 @@ clean: ## remove all that these targets made
 	$(PIP) --no-build-isolation --editable '.[demo,peers]'
 	@touch $@
 
-# SGLang's own position functions judge ours where it can be had; the tests say so where not.
+# SGLang's own code judges ours where it can be had; the tests say so where not.
 .venv/sglang.stamp: .venv/dev.stamp
-	@$(PIP) --no-deps sglang==0.5.23 && touch $@ || echo "sglang 0.5.23 cannot be installed here; what needs it is skipped" >&2
+	@$(PIP) --no-deps sglang==0.5.23 && $(PIP) --no-build-isolation --editable '.[sglang-tests]' && touch $@ || echo "sglang 0.5.23 cannot be installed here; what needs it is skipped" >&2
 
 .venv/dev.stamp: .venv/demo.stamp
 	$(PIP) --no-build-isolation --editable '.[demo,dev]'

@@ -564,9 +564,9 @@ class Attempt:
     def input_ids(self) -> array[int]:
         """Of the whole prompt, as they were before padding."""
         ids = array("q")
-        ids.frombytes(self.prompt.input_ids().data)
+        ids.frombytes(self.prompt.input_ids().view(np.uint8))
         if self.awaited is not None:
-            ids.frombytes(self.awaited.astype(np.int64).data)
+            ids.frombytes(self.awaited.astype(np.int64).view(np.uint8))
         return ids
 
     def padded(self, unpadded: array[int]) -> array[int]:

@@ -1,8 +1,9 @@
 """SGLang 0.5.23's scheduler on the CPU, as far as sessions go: its own code from the arrival of a request to its end.
 
-:class:`Engine` is a ``Scheduler`` without a model. Requests go through its own ``handle_generate_request``: session lookup, creation,
-media, padding, positions, checks, queue. ``generate`` is what a forward pass would leave: output tokens, then SGLang's own check for
-the end. Either session controller can be put into it, so that two engines can be shown the same requests.
+:class:`Engine` is a ``Scheduler`` without a model. Requests go through its own ``handle_generate_request``: the session is looked
+up, the request made, media placed, ids padded, positions and limits checked, and it is queued. ``generate`` leaves what forward
+passes would: output tokens, then SGLang's own check for the end. Either session controller can be put into it, so that two engines
+can be shown the same requests.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ class Engine:
         ``blocks``: media of the turn; each stands where its ``fill`` first runs in ``ids``, in order. ``bos``: how many tokens
         stand before the turn's own, for its processor's table. Session parameters by name; others are fields of the request.
         """
-        params = {name: given.pop(name) for name in ("offset", "replace", "drop_previous_output") if name in given}
-        params["rid"] = given.pop("after", None)
+        names = {"offset": "offset", "replace": "replace", "drop_previous_output": "drop_previous_output", "after": "rid"}
+        params = {there: given.pop(name, None) for name, there in names.items()}
         sampling = engine("sglang.srt.sampling.sampling_params").SamplingParams(max_new_tokens=given.pop("max_new_tokens", 64))
         sampling.normalize(None)
         mm_inputs = given.pop("mm_inputs", processed(ids, blocks) if blocks else None)

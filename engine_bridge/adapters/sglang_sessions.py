@@ -113,11 +113,13 @@ _TOKEN_IDS: Final = (
     "audio_start_id",
     "audio_end_id",
 )
+_MODALITIES: Final = "token_modalities"  # wanted for every token
 #: Those that describe a whole prompt's media, with no rule for what two turns' make together.
 _WHOLE_PROMPT: Final = ("image_pad_len", "num_image_tokens", "vision_position_ids", "media_nums_per_sample", "visible_frame_counts")
 _RID: Final = "rid "  # what heads' names begin with
 _TIP: Final = "tip"
-_OPENED: Final = "sglang session "
+_OPENED: Final = "sglang session "  # what it was opened with, as JSON, follows
+_MODEL: Final = "sglang model "  # what MultimodalInputs say of the model, likewise
 _FEATURES: Final = ("feature", "precomputed_embeddings")
 _DATA: Final = "data."  # names of stored features that come from an item's model_specific_data
 
@@ -168,7 +170,6 @@ class SessionTreeController:
             "reserve_output": option(reserve_output, "reserve_output", 0),
             "model_fingerprint": option(model_fingerprint, "model_fingerprint", ""),
         }
-        self.token_modalities = False  # whether the model wants to know of every token
         self.now = -math.inf
         self._last_reap = -math.inf
         self.sessions: dict[str, TreeSession] = {}
@@ -209,16 +210,16 @@ class SessionTreeController:
                     "streaming": bool(recv_req.streaming),
                     "timeout": recv_req.timeout,
                 }
-                tree.set_head(_OPENED + json.dumps(opened), tree.root)
+                _say(tree, _OPENED, opened)
                 self._take_up(tree)
                 success = True
         return _engine().OpenSessionReqOutput(session_id=session_id, success=success)
 
     def _take_up(self, tree: Session) -> None:
         """A session of the store, if it was opened here and not closed."""
-        said = next((name for name in tree.heads if name.startswith(_OPENED)), None)
-        if said is not None:
-            self.sessions[tree.id] = TreeSession(self, tree, **json.loads(said[len(_OPENED) :]))
+        opened = _said(tree, _OPENED)
+        if opened:
+            self.sessions[tree.id] = TreeSession(self, tree, **opened)
 
     def close(self, recv_req: Any) -> None:
         """End a session. While requests of it are running, it takes no new ones, and ends when they have finished.
@@ -245,7 +246,7 @@ class SessionTreeController:
                 self.store.drop(session_id)
             except NodeHeld as error:
                 logger.info("session %s is closed, and stays in the store: %s", session_id, error)
-                session.tree.drop_head(next(name for name in session.tree.heads if name.startswith(_OPENED)))
+                _say(session.tree, _OPENED, {})
                 session.tree.close()
 
     def maybe_reap(self, now: float, interval: float = 1.0) -> None:
@@ -303,7 +304,7 @@ class TreeSession:
         self.timeout = timeout
         self.close_on_finish = False
         self.last_active_time = controller.now
-        self.token_ids: dict[str, int] = {}  # of MultimodalInputs, from the first turn that says them
+        self.model: dict[str, Any] = _said(tree, _MODEL)  # token ids of MultimodalInputs, from the first turn that says them
         self.engine_items: dict[Any, Any] = {}  # SGLang's, with their features, by content
         self._attempts: WeakValueDictionary[str, Attempt] = WeakValueDictionary()
 
@@ -320,8 +321,8 @@ class TreeSession:
     ) -> Any:
         """SGLang's ``Req`` for its TokenizedGenerateReqInput, with the history that its session_params name.
 
-        One that cannot be served comes back as the scheduler expects it, with an abort that says why. It belongs to no session then,
-        and ``req`` has no media any more. A turn that is stripped of its BOS is stripped in ``req`` too.
+        One that cannot be served comes back as the scheduler expects it, with an abort that says why. Then it belongs to no
+        session, and ``req`` has no media any more. A turn that is stripped of its BOS is stripped in ``req`` too.
         """
         made_by = req_factory or _engine().Req
         given = {name: getattr(req, name) for name in CARRIED}
@@ -483,7 +484,10 @@ class TreeSession:
         tree.set_head(_RID + attempt.rid, reply, expected=None)
         if self.streaming:
             tree.set_head(_TIP, reply)
-        self.token_ids = {**attempt.token_ids, **self.token_ids}
+        model = {**attempt.model, **self.model}
+        if model != self.model:
+            self.model = model
+            _say(tree, _MODEL, model)
         for content, (item, engine_item) in attempt.engine_items.items():
             self.engine_items.setdefault(content, engine_item)
             if self.controller.keep_features:
@@ -522,12 +526,12 @@ class Attempt:
         "awaited",
         "engine_items",
         "forgets",
+        "model",
         "prompt",
         "recorded",
         "request",
         "rid",
         "session",
-        "token_ids",
     )
 
     def __init__(
@@ -547,7 +551,7 @@ class Attempt:
         self.engine_items = engine_items  # by content, of turns that are no nodes yet
         self.recorded = recorded
         self.forgets = forgets  # heads that end with its success
-        self.token_ids: dict[str, int] = {}
+        self.model: dict[str, Any] = {}  # what its media say of the model
         self.request: ref[Any] | None = None
 
     @property
@@ -564,9 +568,9 @@ class Attempt:
     def input_ids(self) -> array[int]:
         """Of the whole prompt, as they were before padding."""
         ids = array("q")
-        ids.frombytes(self.prompt.input_ids().view(np.uint8))
+        ids.frombytes(self.prompt.input_ids().view(np.uint8).data)
         if self.awaited is not None:
-            ids.frombytes(self.awaited.astype(np.int64).view(np.uint8))
+            ids.frombytes(self.awaited.astype(np.int64).view(np.uint8).data)
         return ids
 
     def padded(self, unpadded: array[int]) -> array[int]:
@@ -623,22 +627,24 @@ class Attempt:
         media = self.prompt.media()
         if not media and given is None:
             return None
-        controller, engine, scheme = self.session.controller, _engine(), self.prompt.node.scheme
+        engine, scheme = _engine(), self.prompt.node.scheme
         own = {id(item): item for item in given.mm_items} if given is not None else {}
         items = [_copied(self.engine_item(item), [(start, stop - 1) for start, stop in spans]) for item, spans in media]
         if own:
             items[-len(own) :] = sorted(given.mm_items, key=lambda item: min(item.offsets))
         inputs = engine.MultimodalInputs(mm_items=items)
-        self.token_ids = {name: said for name in _TOKEN_IDS if (said := getattr(given, name, None)) is not None}
-        for name, said in {**self.token_ids, **self.session.token_ids}.items():
-            setattr(inputs, name, said)
-        controller.token_modalities |= getattr(given, "token_modalities", None) is not None
-        if controller.token_modalities:
+        self.model = {name: said for name in _TOKEN_IDS if (said := getattr(given, name, None)) is not None}
+        if getattr(given, "token_modalities", None) is not None:
+            self.model[_MODALITIES] = True
+        known = {**self.model, **self.session.model}
+        if known.pop(_MODALITIES, False):
             kinds = np.zeros(self.prompt.stop, np.int64)
             for item in items:
                 for first, last in item.offsets:
                     kinds[first : last + 1] = item.modality.value
             inputs.token_modalities = kinds.tolist()
+        for name, said in known.items():
+            setattr(inputs, name, said)
         if scheme.num_axes > 1:
             inputs.mrope_positions = torch.from_numpy(self.prompt.positions())
             inputs.mrope_position_delta = torch.tensor([[self.prompt.mrope_position_delta]])
@@ -673,6 +679,23 @@ class _SessionRequest:
         super().update_finish_state(new_accepted_len)  # type: ignore[misc]
         if self.attempt is not None:
             self.attempt.session.settle(self)
+
+
+def _said(tree: Session, kind: str) -> dict[str, Any]:
+    """What a head's name says, as the last of its kind; nothing without one."""
+    names = [name for name in tree.heads if name.startswith(kind)]
+    said: dict[str, Any] = json.loads(max(names, key=lambda name: tree.head(name).version)[len(kind) :]) if names else {}
+    return said
+
+
+def _say(tree: Session, kind: str, what: Mapping[str, Any]) -> None:
+    """Keep something with a session, in place of what was kept of this kind. A session has no metadata, but heads have names."""
+    before = [name for name in tree.heads if name.startswith(kind)]
+    name = kind + json.dumps(what)
+    tree.set_head(name, tree.root)
+    for other in before:
+        if other != name:
+            tree.drop_head(other)
 
 
 @cache

@@ -47,7 +47,7 @@ from tests.toy import A_IDS, A_TABLE, IMG, PAD_VALUE, VE, VS, toy_scheme
 
 pytestmark = needs_sglang
 
-EXAMPLES = settings(max_examples=1000 if SOAK else 15)
+EXAMPLES = settings(max_examples=200 if SOAK else 15)
 PARTS = ("mm_items", "input_ids", "padded_input_ids", "mrope_positions", "mrope_position_delta")
 
 
@@ -307,6 +307,31 @@ def test_c04_the_delta_is_one_number_however_many_turns_have_media() -> None:
         node = session.append(reply, [VISION_START, *[IMAGE_PAD] * 4, VISION_END], media=[image(f"i{turns}", 1)])
 
 
+@pytest.mark.parametrize("rule", ["hf5", "sglang"])
+def test_c11_fractional_positions_are_cast_once_in_the_request(rule: str) -> None:
+    """0.4 s a grid at 2 positions a second: cast turn by turn they would differ from the tenth token on."""
+    ids = {
+        "image_token_id": 90,
+        "video_token_id": 91,
+        "audio_token_id": 92,
+        "vision_start_token_id": 93,
+        "audio_start_token_id": 94,
+    }
+    session = SessionStore.in_memory().create("s", scheme=scheme(f"qwen3_omni@{rule}", position_id_per_seconds=2, **ids))  # type: ignore[arg-type]
+    clip = MediaItem("video", identity("v"), [(2, 2)], grid_thw=(2, 2, 2), second_per_grid_ts=0.4)
+    first = session.append(session.root, [8, 8, 91, 91, 8, 8], media=[clip])
+    node = session.append(first, [8, 8, 91, 91, 8, 8], media=[clip])
+    request = to_sglang(node)
+    assert request.mm_inputs.mrope_positions[0].tolist() == [0, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert request.mm_inputs.mrope_position_delta.tolist() == [[-1]], "of -0.4: the next stands at 11.6"
+    assert decoded(accepted(request)).tolist() == next_decoded(session, node) == [11, 11, 11]
+    scheduler = Engine()
+    scheduler.open("chat")
+    scheduler.generate(accepted(to_sglang(first, rid="1", session_params={"id": "chat"}), scheduler), [])
+    turn = to_sglang(node, 6, rid="2", session_params={"id": "chat", "rid": "1"})
+    assert prefilled(accepted(turn, scheduler))[0].tolist() == [0, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+
+
 def test_c26_positions_come_from_spans_whatever_ids_stand_in_them() -> None:
     """SGLang's own recomputation from padded ids loses the grid; with a table in the request it never recomputes."""
     tables = []
@@ -403,6 +428,10 @@ def test_d39_compact_and_expanded_prompts_give_the_same_request_and_nothing_is_e
         session.append(session.root, short_ids, media=short_media)
 
 
+def field(name: str, value: Any = None) -> dict[str, Any]:
+    return {name: value}
+
+
 def fields_of(kind: Any) -> set[str]:
     return set(kind.__struct_fields__)
 
@@ -464,7 +493,7 @@ def test_c56_what_the_caller_gives_reaches_the_request(name: str) -> None:
 def test_c56_refused_fields_say_why(name: str) -> None:
     _, node = one_image()
     with pytest.raises(Unsupported, match=name) as caught:
-        to_sglang(node, **{name: None})
+        to_sglang(node, **field(name))
     assert REQUEST_FIELDS[name] in str(caught.value)
 
 
@@ -472,7 +501,7 @@ def test_c56_refused_fields_say_why(name: str) -> None:
 def test_c56_fields_that_are_not_the_callers(name: str) -> None:
     _, node = one_image()
     with pytest.raises(TypeError, match=name):
-        to_sglang(node, **{name: None})
+        to_sglang(node, **field(name))
 
 
 def test_c56_what_sglangs_sessions_leave_behind_is_refused_in_one() -> None:
@@ -497,10 +526,10 @@ def test_c56_what_sglangs_sessions_leave_behind_is_refused_in_one() -> None:
     assert {name for name in lost if REQUEST_FIELDS[name] == "passed"} == set(LOST_IN_SESSIONS)
     for name in LOST_IN_SESSIONS:
         value = samples()[name]
-        assert getattr(to_sglang(node, **{name: value}), name) == value
+        assert getattr(to_sglang(node, **field(name, value)), name) == value
         with pytest.raises(Unsupported, match=name):
-            to_sglang(node, session_params={"id": "chat"}, **{name: value})
-        to_sglang(node, session_params={"id": "chat"}, **{name: None})
+            to_sglang(node, session_params={"id": "chat"}, **field(name, value))
+        to_sglang(node, session_params={"id": "chat"}, **field(name))
     assert session.tree is not None
 
 
@@ -639,7 +668,7 @@ def test_families_that_sglang_does_not_run(name: str) -> None:
 
 
 def test_image_generation_decodes_by_a_plan_outside_sessions() -> None:
-    ids = {"image_token_id": 9, "image_start_token_id": 10, "image_end_token_id": 11}
+    ids: dict[str, Any] = {"image_token_id": 9, "image_start_token_id": 10, "image_end_token_id": 11}
     session = SessionStore.in_memory().create("s", scheme=scheme("glm_image@sglang", **ids))
     media = [MediaItem("image", identity("a"), [(1, 4)], grid_thw=(1, 2, 2))]
     node = session.append(session.root, [10, *[9] * 4, 11, 7, 10], media=media)

@@ -2,8 +2,8 @@
 
 What comes out is what its scheduler takes in: a ``TokenizedGenerateReqInput`` with the in-process ``MultimodalProcessorOutput``,
 and in that one ``MultimodalDataItem`` for each item. The HTTP form cannot carry it: of two images in one dict it drops the hash,
-and gives both the pad value of one. Positions, offsets, identities and padded ids are always there: what is missing SGLang looks for
-in ids that it has overwritten by then.
+and gives both the pad value of one. Positions, offsets, identities and padded ids are always there: what is missing SGLang
+looks for in ids that it has overwritten by then.
 
 :data:`REQUEST_FIELDS`, :data:`OUTPUT_FIELDS` and :data:`ITEM_FIELDS` say of every field of the three types whether it is set here,
 passed on from the caller, left to the engine, or refused. SGLang is imported when a request is made, not before.
@@ -21,12 +21,15 @@ import torch
 from numpy.typing import NDArray
 from pyrsistent import PMap
 
+from engine_bridge.adapters.sglang_sessions import SessionTreeController
 from engine_bridge.policies import PlacedItem, Prompt, prompt_of
 from engine_bridge.request import held_features
 from sessiontree import Draft, Features, MediaItem, MediaSpanError, Node, OutOfRange, Unsupported
 from sessiontree.details import TailPolicy
 from sessiontree.frozen import checked_text
 from sessiontree.positions import Mode, known_schemes
+
+__all__ = ["ITEM_FIELDS", "LOST_IN_SESSIONS", "OUTPUT_FIELDS", "REQUEST_FIELDS", "SessionTreeController", "to_sglang"]
 
 #: "set" from the node, "passed" from the caller's arguments, "engine": its own default; anything else is why the field is refused.
 Fate = str

@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_bridge.adapters import sglang_sessions
+from engine_bridge.adapters import sglang_media, sglang_sessions
 from engine_bridge.adapters.sglang_sessions import CARRIED, REFUSED, SessionTreeController
 from sessiontree import SessionStore
 from tests.conftest import SOAK
@@ -1141,10 +1141,10 @@ def test_an_idle_session_is_not_closed_before_anybody_told_the_time(tmp_path: Pa
 
 def test_without_sglang_it_imports_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     made = controller()
-    sglang_sessions._engine.cache_clear()
+    sglang_media.sglang.cache_clear()
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.schedule_batch", None)
     try:
         with pytest.raises(ImportError, match=r"pip install sglang==0\.5\.23"):
             made.open(SimpleNamespace(session_id="s", capacity_of_str_len=1, streaming=None, timeout=None))
     finally:
-        sglang_sessions._engine.cache_clear()
+        sglang_media.sglang.cache_clear()

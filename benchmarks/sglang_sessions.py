@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from harness import Figure, median_of, report
 
 from engine_bridge.adapters.prompts import Prompt
 from engine_bridge.adapters.sglang_sessions import SessionTreeController
-from sessiontree import MediaItem, Node, SessionStore, media_identity
+from sessiontree import MediaItem, SessionStore, media_identity
 from sessiontree.positions import scheme
 from tests.sglang_engine import engine, missing
 
@@ -128,26 +129,35 @@ def arrival(image: bool, table: torch.Tensor) -> float:
     return median_of(lambda: request("s", prompt_ids(image), "x", images([101], table) if image else None), 50)
 
 
-def ours(image: bool, depths: tuple[int, ...]) -> Iterator[tuple[int, float, float]]:
-    """(turns, microseconds of the turn after so many, of these the tree's)."""
+def ours(image: bool, depths: tuple[int, ...]) -> Iterator[tuple[int, float, float, float]]:
+    """(turns, microseconds of the turn after so many, of another branch from there, of the tree's part)."""
     controller = SessionTreeController(store=SessionStore.in_memory(), scheme=POSITIONS)
     session = opened(controller)
     table, rid = own_table(), None
-    for number in range(1, max(depths) + 1):
+
+    def turn(after: str | None) -> str:
         inputs = images([101], table) if image else None
-        rid = served(controller, session, request("s", prompt_ids(image), rid, inputs), inputs).rid
-        if number in depths:
+        made: str = served(controller, session, request("s", prompt_ids(image), after, inputs), inputs).rid
+        return made
 
-            def turn(rid: str = rid) -> None:
-                inputs = images([101], table) if image else None
-                served(controller, session, request("s", prompt_ids(image), rid, inputs), inputs)
+    def go_on() -> None:
+        nonlocal rid
+        rid = turn(rid)
 
-            whole = median_of(turn, 20) - arrival(image, table)
-            yield number, whole, tree_alone(session.tree, session.reply(rid), image)
+    done, own = 0, arrival(image, table)
+    for depth in depths:
+        while done < depth:
+            go_on()
+            done += 1
+        fork = rid
+        linear, branch = median_of(go_on, 15) - own, median_of(partial(turn, fork), 5) - own
+        done += 15
+        yield depth, linear, branch, tree_alone(session, fork, image)
 
 
-def tree_alone(tree: Any, reply: Node, image: bool) -> float:
+def tree_alone(session: Any, rid: str | None, image: bool) -> float:
     """Microseconds of what depends on the tree: the prompt checked and placed, made two nodes, and a head."""
+    tree, reply = session.tree, session.reply(rid)
 
     def turn() -> None:
         media = [MediaItem("image", media_identity("png", str(next(NUMBERS))), [(101, IMAGE)], (1, 32, 32))] if image else []
@@ -166,10 +176,11 @@ def figures() -> Iterator[Figure]:
     for image in (False, True):
         kind = "image" if image else "text"
         shallow = None
-        for turns, whole, tree in ours(image, (10, 100, 1000)):
+        for turns, whole, branch, tree in ours(image, (10, 100, 1000)):
             shallow = tree if shallow is None else shallow
-            name = f"SGLang session, {kind} turn after {turns:,} turns of {TOKENS:,} tokens"
-            yield Figure(name, whole, "µs", peers={"SGLang 0.5.23": theirs(image, turns)}, note="arrival to queue, and end; GC on")
+            name = f"SGLang session, {kind} turn after {turns:,} of {TOKENS:,} tokens"
+            note = f"arrival to queue, and end; {branch:,.0f} µs for another branch from there"
+            yield Figure(name, whole, "µs", peers={"SGLang 0.5.23": theirs(image, turns)}, note=note)
             bar = None if turns == 10 else 2 * shallow
             yield Figure(f"{name}: the tree's part", tree, "µs", bar, note="bar: twice that after 10 turns")
 

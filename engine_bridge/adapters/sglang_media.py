@@ -5,7 +5,6 @@ Nothing here knows sessions. SGLang is imported when it is first needed.
 
 from __future__ import annotations
 
-import copy
 import importlib
 from array import array
 from collections.abc import Callable
@@ -111,17 +110,14 @@ def engine_item(item: MediaItem, features: Features) -> Any:
 
 def placed(item: Any, offsets: list[tuple[int, int]]) -> Any:
     """An item of its own with these offsets that shares the features, except where those are handed over once (CUDA IPC)."""
-    if item.has_cuda_ipc_proxy():
-        item.offsets = offsets
-        return item
-    made = duplicate(item)
+    made = item if item.has_cuda_ipc_proxy() else duplicate(item)
     made.offsets = offsets
     return made
 
 
 def duplicate(item: Any) -> Any:
     """An item that can be changed without the other, and shares its features."""
-    made = copy.copy(item)
+    made = item.__copy__()
     made.model_specific_data = made.model_specific_data.copy()
     return made
 
@@ -138,22 +134,22 @@ class Layout:
     def __init__(self, scheme: PositionScheme) -> None:
         self._ids = np.empty(1024, np.int64)
         self._table = torch.from_numpy(np.empty((scheme.num_axes, 1024), scheme.dtype))
-        self._items: list[Any] = []
+        self._items: list[tuple[Any, bool]] = []  # and whether all share the object
         self.node: Node | None = None  # the deepest node of the path that is known to be laid out here
         self.stop = 0
 
     def behind(self, node: Node, length: int) -> Layout:
         """One that holds what this has of the first ``length`` tokens of a path, at least none: this, or a copy."""
-        shared = None if self.node is None else lowest_common_ancestor(self.node, node)
-        common = 0 if shared is None else min(shared.stop, length)
+        fork = None if self.node is None else lowest_common_ancestor(self.node, node)
+        common = 0 if fork is None else min(fork.stop, length)
         if common == self.stop:
             return self
         made = Layout(node.scheme)
         made._reserve(common)
         made._ids[:common] = self._ids[:common]
         made._table[:, :common] = self._table[:, :common]
-        made._items = [item for item in self._items if item.offsets[0][0] < common]
-        made.node, made.stop = shared, common
+        made._items = [(item, shared) for item, shared in self._items if item.offsets[0][0] < common]
+        made.node, made.stop = fork, common
         return made
 
     def lay(self, prompt: Prompt, item_of: Callable[[MediaItem], Any]) -> None:
@@ -167,7 +163,7 @@ class Layout:
         for item, offsets in found:
             for first, last in offsets:
                 ids[first - start : last + 1 - start] = item.padding_sequence(last + 1 - first)
-            self._items.append(placed(item, offsets))
+            self._items.append((placed(item, offsets), item.has_cuda_ipc_proxy()))
         self.node, self.stop = deepest_to(prompt.node, prompt.kept), stop
 
     def ended(self, prompt: Prompt, reply: Node) -> None:
@@ -178,11 +174,9 @@ class Layout:
             reply.positions(self.stop, out=self._table.numpy()[:, self.stop : reply.stop])
             self.node, self.stop = reply, reply.stop
 
-    def padded(self) -> array[int]:
-        """The ids."""
-        ids = array("q")
-        ids.frombytes(self._ids[: self.stop].view(np.uint8).data)
-        return ids
+    def write(self, ids: array[int]) -> None:
+        """Write the ids over the first of an array, which is at least as long."""
+        np.frombuffer(ids, np.int64)[: self.stop] = self._ids[: self.stop]
 
     def table(self) -> torch.Tensor:
         """The positions: (num_axes, stop), a view of what is never written to again."""
@@ -190,7 +184,7 @@ class Layout:
 
     def items(self) -> list[Any]:
         """The items, in path order, for one request."""
-        return [item if item.has_cuda_ipc_proxy() else duplicate(item) for item in self._items]
+        return [item if shared else duplicate(item) for item, shared in self._items]
 
     def _reserve(self, size: int) -> None:
         room = len(self._ids)

@@ -334,9 +334,10 @@ class TreeSession:
             refused.set_finish_with_abort(str(error))
             return refused
         unpadded = attempt.input_ids()
-        padded = unpadded if laid is None else laid.padded()
-        if laid is not None and attempt.awaited is not None:
-            padded.extend(unpadded[laid.stop :])
+        padded = unpadded
+        if laid is not None:
+            padded = unpadded[:]
+            laid.write(padded)
         made = made_by(origin_input_text=None, origin_input_ids=padded, origin_input_ids_unpadded=unpadded, session=self, **given)
         made.tokenizer = tokenizer
         made.multimodal_inputs = inputs
@@ -610,7 +611,7 @@ class Attempt:
             _check_table(given.mrope_positions, before, self.prompt)
             own = {item.content(): (item, placed(engine_item, engine_item.offsets)) for item, engine_item in items}
             self.engine_items = {**own, **held}
-            padded = self.session.laid(self).padded()
+            laid = self.session.laid(self)
             inputs = self.multimodal_inputs(given)
         except (SessionTreeError, TypeError) as error:
             self.prompt, self.engine_items = before, held
@@ -618,7 +619,7 @@ class Attempt:
             return
         self.awaited = None
         request.multimodal_inputs = inputs
-        request.origin_input_ids = padded
+        laid.write(request.origin_input_ids)  # an array of its own; what padded it may have taken text for placeholders
         request.full_untruncated_fill_ids = array("q")
 
     def multimodal_inputs(self, given: Any = None) -> Any:

@@ -14,7 +14,7 @@ from engine_bridge.adapters.sglang_params import Context, Continuation, continua
 from sessiontree import OutOfRange, SessionTreeError, UnknownNode, Unsupported
 from tests.toy import A_IDS, a_turn, grow, new_session, reply
 
-KNOWN = {"done": Context(9, 11), "running": Context(9, 9, finished=False), "empty": Context(3, 3)}
+KNOWN = {"done": Context(9, 11), "running": Context(9, 12, finished=False), "empty": Context(3, 3)}
 
 
 def where(known: dict[str, Context] = KNOWN, **params: Any) -> Continuation:

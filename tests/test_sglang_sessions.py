@@ -612,6 +612,18 @@ def test_c45_idle_time_counts_from_the_last_activity_and_not_while_one_runs() ->
     assert "s" not in our.controller
 
 
+def test_c45_a_request_that_ran_long_and_was_aborted_was_use() -> None:
+    our = Engine(controller())
+    our.open(timeout=10.0)
+    our.controller.tick(100.0)
+    request = our.send("a", [1])
+    our.controller.tick(200.0)
+    request.to_finish = engine(REQUESTS).FINISH_ABORT()
+    request.update_finish_state()
+    assert our.controller.tick(209.0) == ()
+    assert our.controller.tick(210.5) == ("s",)
+
+
 def test_c46_the_same_calls_give_the_same_sessions_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
@@ -958,11 +970,14 @@ def test_c80_an_aborted_turn_takes_no_ancestors_features_with_it() -> None:
     child = our.send("b", A_IDS, image(number=1), after="a")
     assert [each.feature is None for each in child.multimodal_inputs.mm_items] == [False, False]
     child.multimodal_inputs.mm_items[0].feature = "on the device"
+    child.multimodal_inputs.mm_items[0].rows = "on the device"  # goes into model_specific_data
     child.set_finish_with_abort("no")
     child.update_finish_state()
     assert parent.multimodal_inputs.mm_items[0].feature is not None
+    assert [*parent.multimodal_inputs.mm_items[0].model_specific_data] == ["image_grid_thw"]
     again = our.send("c", A_IDS, image(number=1), after="a")
     assert [each.feature[0, 0].item() for each in again.multimodal_inputs.mm_items] == [0.0, 1.0]
+    assert [[*each.model_specific_data] for each in again.multimodal_inputs.mm_items] == [["image_grid_thw"]] * 2
 
 
 def test_c32_a_table_of_another_width_is_refused() -> None:

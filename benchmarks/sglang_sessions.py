@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from harness import Figure, median_of, report
 
-from engine_bridge.adapters.prompts import Prompt
+from engine_bridge.adapters.pending import PendingPrompt
 from engine_bridge.adapters.sglang_sessions import SessionTreeController
 from sessiontree import MediaItem, SessionStore, media_identity
 from sessiontree.positions import scheme
@@ -161,7 +161,7 @@ def tree_alone(session: Any, rid: str | None, image: bool) -> float:
 
     def turn() -> None:
         media = [MediaItem("image", media_identity("png", str(next(NUMBERS))), [(101, IMAGE)], (1, 32, 32))] if image else []
-        node = Prompt.of(reply, reply.stop).extended(prompt_ids(image), media).committed(tree)
+        node = PendingPrompt.of(reply, reply.stop).extended(prompt_ids(image), media).committed(tree)
         draft = tree.draft(node, key=f"k{next(NUMBERS)}")
         draft.extend(range(REPLY))
         tree.set_head(f"h{next(NUMBERS)}", draft.commit(), expected=None)

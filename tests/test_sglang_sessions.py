@@ -36,7 +36,7 @@ from tests.sglang_scheduler import (
     processed,
     refused,
 )
-from tests.toy import A_IDS, A_TABLE, IMG, VE, VID, VS, Block, image, toy_scheme, video
+from tests.toy import A_IDS, A_TABLE, IMG, VE, VID, VS, Block, a_turn, grow, image, new_session, reply, toy_scheme, video
 
 pytestmark = needs_sglang
 MEDIA_AT_END = [1, VS, IMG, IMG, IMG, IMG]
@@ -881,6 +881,16 @@ def test_c57_a_prompt_beyond_the_limit_is_refused_and_a_shorter_one_served() -> 
     assert len(our.controller.get("s").tree.tree) == 5
 
 
+@pytest.mark.parametrize("options", [{"max_tokens": 6}, {"scheme": toy_scheme(max_position_limit=6)}])
+def test_c57_a_reply_beyond_the_limit_is_not_half_recorded(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    our = ours(**options)
+    our.turn("a", [1], output=[2])
+    our.turn("b", [3], after="a", output=[4, 5, 6, 7])
+    assert "request b of session s is not recorded" in caplog.text
+    assert len(our.controller.get("s").tree.tree) == 3
+    assert refused(our.send("c", [1], after="b")) and refused(our.send("d", [1], after="a")) is None
+
+
 def test_c57_a_position_beyond_the_limit_is_refused() -> None:
     our = ours(scheme=toy_scheme(max_position_limit=12))
     our.turn("a", A_IDS, image())
@@ -1094,6 +1104,29 @@ def test_killed_and_reopened_it_goes_on_as_if_nothing_had_been(killed_after: int
     assert ids[0] == ids[1] and second.controller.get("s").timeout == 30.0
     for each in (first, second):
         each.controller.store.close()
+
+
+def test_what_to_sglang_makes_of_a_node_is_that_node_in_a_session() -> None:
+    from engine_bridge import to_sglang
+
+    outside, our = new_session(), ours()
+    node = grow(outside, outside.root, a_turn(), reply(8, 9), a_turn(number=1))
+    first, rest = node.path()[1], node
+    turns = (
+        to_sglang(first, rid="a", session_params={"id": "s"}, sampling_params={"max_new_tokens": 2}),
+        to_sglang(rest, prefix_len=11, rid="b", session_params={"id": "s", "rid": "a"}, sampling_params={"max_new_tokens": 2}),
+    )
+    for request in turns:
+        with our.intake():
+            our.scheduler.handle_generate_request(request)
+        assert refused(our.queue[-1]) is None
+        our.generate(our.queue[-1], [8, 9])
+    there = our.controller.get("s").reply("b").parent
+    assert there.id == node.id or [item.identity for item, *_ in there.media_spans()] == [
+        item.identity for item, *_ in node.media_spans()
+    ]
+    assert np.array_equal(there.input_ids(), node.input_ids()) and np.array_equal(there.positions(), node.positions())
+    assert np.array_equal(prefilled(our.queue[-1], 0, node.stop), node.positions())
 
 
 def test_streaming_goes_on_after_a_restart(tmp_path: Path) -> None:

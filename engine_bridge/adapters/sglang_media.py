@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from engine_bridge.adapters.prompts import Prompt
+from engine_bridge.adapters.pending import PendingPrompt
 from sessiontree import Features, MediaItem, MediaSpanError, Node, Unsupported, media_identity
 from sessiontree.node import deepest_to, lowest_common_ancestor
 from sessiontree.positions import PositionScheme
@@ -152,7 +152,7 @@ class Layout:
         made.node, made.stop = fork, common
         return made
 
-    def lay(self, prompt: Prompt, item_of: Callable[[MediaItem], Any]) -> None:
+    def lay(self, prompt: PendingPrompt, item_of: Callable[[MediaItem], Any]) -> None:
         """Go on to the end of a prompt that begins with what is here. ``item_of``: SGLang's item, wherever it stands."""
         start, stop = self.stop, prompt.stop
         found = [(item_of(item), [(first, last - 1) for first, last in spans]) for item, spans in prompt.media(start)]
@@ -166,7 +166,7 @@ class Layout:
             self._items.append((placed(item, offsets), item.has_cuda_ipc_proxy()))
         self.node, self.stop = deepest_to(prompt.node, prompt.kept), stop
 
-    def ended(self, prompt: Prompt, reply: Node) -> None:
+    def ended(self, prompt: PendingPrompt, reply: Node) -> None:
         """What was laid out last has become nodes, and this was the reply. Where something else was, nothing changes."""
         if self.stop == prompt.stop:
             self._reserve(reply.stop)

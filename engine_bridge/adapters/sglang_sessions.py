@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_bridge.adapters.prompts import Prompt
+from engine_bridge.adapters.pending import PendingPrompt
 from engine_bridge.adapters.sglang_media import DATA, FEATURES, Layout, engine_item, media_item, placed, sglang
 from engine_bridge.adapters.sglang_params import Context, continuation
 from sessiontree import (
@@ -324,8 +324,7 @@ class TreeSession:
         given |= {"vocab_size": vocab_size, "eos_token_ids": eos_token_ids, "disagg_mode": disagg_mode}
         try:
             attempt, aborted = self._attempt(req, tokenizer)
-            laid = self.laid(attempt) if attempt.prompt.has_media else None
-            inputs = attempt.multimodal_inputs() if laid is not None and attempt.awaited is None else None
+            inputs = attempt.multimodal_inputs() if attempt.layout is not None and attempt.awaited is None else None
         except (SessionTreeError, TypeError) as error:
             req.mm_inputs = None
             ids = req.input_ids if req.input_ids is not None else array("q")
@@ -335,9 +334,9 @@ class TreeSession:
             return refused
         unpadded = attempt.input_ids()
         padded = unpadded
-        if laid is not None:
+        if attempt.layout is not None:
             padded = unpadded[:]
-            laid.write(padded)
+            attempt.layout.write(padded)
         made = made_by(origin_input_text=None, origin_input_ids=padded, origin_input_ids_unpadded=unpadded, session=self, **given)
         made.tokenizer = tokenizer
         made.multimodal_inputs = inputs
@@ -401,13 +400,13 @@ class TreeSession:
         unfinished = None if where.rid is None else self._attempts.get(where.rid)
         engine_items: dict[Any, Any] = {}
         if where.rid is None:
-            prompt = Prompt.of(self.tree.root, 0)
+            prompt = PendingPrompt.of(self.tree.root, 0)
         elif unfinished is not None and unfinished.running:
             prompt, engine_items = unfinished.prompt.cut(where.length), dict(unfinished.engine_items)
         else:
             reply = self.reply(where.rid)
             assert reply is not None
-            prompt = Prompt.of(reply, where.length)
+            prompt = PendingPrompt.of(reply, where.length)
         stripped = _without_bos(req, tokenizer) if self.controller.strip_bos and prompt.stop else None
         ids = req.input_ids if stripped is None else stripped.input_ids
         if not prompt.stop + len(ids):
@@ -421,11 +420,14 @@ class TreeSession:
         else:
             awaited = token_array(token_bytes(ids))
         forgets = tuple(name for name in self.tree.heads if name.startswith(_RID)) if where.forgets else ()
-        if stripped is not None:
+        made = Attempt(self, req.rid, prompt, awaited, engine_items, recorded, forgets)
+        if prompt.has_media:
+            self.laid(made)
+        if stripped is not None:  # nothing is refused from here on
             stripped.apply()
         if tip is not None and where.rid != tip and self.controller.tree_cache is not None:
             self.controller.tree_cache.release_session(self.session_id)  # the KV it keeps is the tip's
-        return Attempt(self, req.rid, prompt, awaited, engine_items, recorded, forgets), where.aborts
+        return made, where.aborts
 
     def laid(self, attempt: Attempt) -> Layout:
         """Its prompt as SGLang wants it. Raises NeedsMedia."""
@@ -476,6 +478,7 @@ class TreeSession:
         seen = len(request.output_ids) if request.finished_len is None else request.finished_len
         output = request.output_ids[: min(seen, request.sampling_params.max_new_tokens)]
         reason = request.finished_reason.to_json()["type"]
+        attempt.prompt.check_reply(output, tree.max_tokens)
         prompt = attempt.prompt.committed(tree)
         metadata = {"rid": attempt.rid, **attempt.recorded}
         with tree.draft(prompt, key=attempt.rid, metadata=metadata) as draft:
@@ -548,7 +551,7 @@ class Attempt:
         self,
         session: TreeSession,
         rid: str,
-        prompt: Prompt,
+        prompt: PendingPrompt,
         awaited: NDArray[np.int32] | None,
         engine_items: dict[Any, tuple[MediaItem, Any]],
         recorded: dict[str, Any],
@@ -699,7 +702,7 @@ def _derived(base: type) -> type:
     return type(base.__name__, (_SessionRequest, base), {"__doc__": base.__doc__, "__module__": base.__module__})
 
 
-def _check_table(given: Any, before: Prompt, after: Prompt) -> None:
+def _check_table(given: Any, before: PendingPrompt, after: PendingPrompt) -> None:
     """Whether positions that SGLang's processor computed for the turn alone are those of the scheme. Raises PositionError."""
     if given is None:
         return

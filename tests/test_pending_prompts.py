@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_bridge.adapters.prompts import Prompt
+from engine_bridge.adapters.pending import PendingPrompt
 from engine_bridge.adapters.sglang_media import Layout
 from sessiontree import LimitExceeded, MediaItem, MediaSpanError, Node, OutOfRange, Session
 from tests.conftest import SOAK
@@ -24,7 +24,7 @@ def on(session: Session, history: list[Segment]) -> Node:
     return grow(session, session.root, *history)
 
 
-def same(prompt: Prompt, node: Node) -> None:
+def same(prompt: PendingPrompt, node: Node) -> None:
     assert prompt.stop == node.stop
     assert np.array_equal(prompt.input_ids(), node.input_ids())
     assert np.array_equal(prompt.positions(), node.positions())
@@ -42,7 +42,7 @@ def test_a_prompt_reads_as_the_node_it_becomes(history: list[Segment], new: list
     length = data.draw(st.integers(0, node.stop))
     before = fingerprint(node)
     try:
-        prompt = Prompt.of(node, length)
+        prompt = PendingPrompt.of(node, length)
     except MediaSpanError:
         first, last = next((first, last) for _, first, last in node.media_spans() if first < length < last)
         assert first < length < last
@@ -62,7 +62,7 @@ def test_a_prompt_reads_as_the_node_it_becomes(history: list[Segment], new: list
 def test_a_cut_prompt_is_a_prompt_that_ends_there(history: list[Segment], new: list[Segment], data: st.DataObject) -> None:
     session = new_session()
     node = on(session, history)
-    prompt = Prompt.of(node, node.stop)
+    prompt = PendingPrompt.of(node, node.stop)
     for segment in new:
         prompt = prompt.extended(segment.tokens, media(segment))
     length = data.draw(st.integers(0, prompt.stop))
@@ -81,7 +81,7 @@ def test_a_cut_prompt_is_a_prompt_that_ends_there(history: list[Segment], new: l
 def test_c06_every_cut_of_a_committed_and_of_a_new_image() -> None:
     session = new_session()
     node = grow(session, session.root, a_turn(), reply(8, 9))
-    prompt = Prompt.of(node, node.stop).extended(A_IDS, media(a_turn(number=1)))
+    prompt = PendingPrompt.of(node, node.stop).extended(A_IDS, media(a_turn(number=1)))
     refused = []
     for length in range(prompt.stop + 1):
         try:
@@ -96,14 +96,14 @@ def test_a_length_outside_is_refused(length: int) -> None:
     session = new_session()
     node = grow(session, session.root, a_turn())
     with pytest.raises(OutOfRange):
-        Prompt.of(node, length)
+        PendingPrompt.of(node, length)
     with pytest.raises(OutOfRange):
-        Prompt.of(node, 9).cut(length)
+        PendingPrompt.of(node, 9).cut(length)
 
 
 def test_a_limit_and_a_part_of_an_item_are_refused() -> None:
     session = new_session()
-    prompt = Prompt.of(grow(session, session.root, a_turn()), 9)
+    prompt = PendingPrompt.of(grow(session, session.root, a_turn()), 9)
     assert prompt.extended([1, 2], limit=11).stop == 11
     with pytest.raises(LimitExceeded, match="11 are allowed"):
         prompt.extended([1, 2, 3], limit=11)
@@ -137,7 +137,7 @@ def numbered(item: MediaItem) -> Item:
     return Item(100_000 + item.identity[0])
 
 
-def check_layout(layout: Layout, prompt: Prompt) -> tuple[Any, ...]:
+def check_layout(layout: Layout, prompt: PendingPrompt) -> tuple[Any, ...]:
     """It is what somebody who knows nothing of layouts makes of the prompt."""
     ids = prompt.input_ids()
     offsets = []
@@ -161,7 +161,7 @@ def test_whatever_is_laid_out_next_what_was_handed_out_stays(first: list[Segment
     for _ in range(data.draw(st.integers(1, 8))):
         node = data.draw(st.sampled_from(nodes))
         length = data.draw(st.sampled_from([node.stop, node.start, *(each.stop for each in node.path())]))
-        prompt = Prompt.of(node, length)
+        prompt = PendingPrompt.of(node, length)
         for segment in data.draw(histories(max_turns=2)):
             prompt = prompt.extended(segment.tokens, media(segment))
         layout = layout.behind(prompt.node, prompt.kept)
@@ -178,7 +178,9 @@ def test_a_line_of_turns_is_laid_out_once() -> None:
     session = new_session()
     node, layout, written = session.root, Layout(session.scheme), 0
     for number in range(200):
-        prompt = Prompt.of(node, node.stop).extended([1, 2, VS, *[IMG] * 4, 3], media(turn(1, 2, VS, image(number=number), 3)))
+        prompt = PendingPrompt.of(node, node.stop).extended(
+            [1, 2, VS, *[IMG] * 4, 3], media(turn(1, 2, VS, image(number=number), 3))
+        )
         there = layout.behind(prompt.node, prompt.kept)
         assert there is layout
         written += prompt.stop - there.stop
@@ -187,6 +189,6 @@ def test_a_line_of_turns_is_laid_out_once() -> None:
         there.ended(prompt, node)
         layout = there
     assert written == 8 * 200 and layout.stop == node.stop == 10 * 200
-    check_layout(layout, Prompt.of(node, node.stop))
+    check_layout(layout, PendingPrompt.of(node, node.stop))
     branch = layout.behind(node, 15)
     assert branch is not layout and branch.stop == 15 and layout.stop == 2000

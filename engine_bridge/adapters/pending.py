@@ -33,7 +33,7 @@ class _Turn(NamedTuple):
 
 
 @attrs.frozen(eq=False)
-class Prompt:
+class PendingPrompt:
     """Path tokens ``[0, kept)`` of ``node``, and what is to be prefilled behind them. Made by :meth:`of` and :meth:`extended`."""
 
     node: Node
@@ -42,7 +42,7 @@ class Prompt:
     _turns: tuple[_Turn, ...] = ()
 
     @classmethod
-    def of(cls, node: Node, length: int) -> Prompt:
+    def of(cls, node: Node, length: int) -> PendingPrompt:
         """The first ``length`` tokens of a path. Raises MediaSpanError for a cut inside an item, OutOfRange."""
         plan = plan_prefix(node, in_range(length, node.stop, "length", node))
         state = plan.turns[-1].turn.state if plan.turns else plan.parent.position_state()
@@ -56,7 +56,7 @@ class Prompt:
         """Tokens of it."""
         return self.state.num_tokens
 
-    def extended(self, token_ids: TokenIds, media: Iterable[MediaItem] = (), *, limit: int | None = None) -> Prompt:
+    def extended(self, token_ids: TokenIds, media: Iterable[MediaItem] = (), *, limit: int | None = None) -> PendingPrompt:
         """With another turn behind it; spans relative to ``token_ids``. ``limit``: of its tokens. An empty turn adds nothing.
 
         Raises TypeError, OutOfRange, MediaSpanError, PositionError, Unsupported, LimitExceeded.
@@ -71,12 +71,12 @@ class Prompt:
         turns = (*self._turns, _Turn(data, items, runs, state)) if data else self._turns
         return attrs.evolve(self, state=state, turns=turns)
 
-    def cut(self, length: int) -> Prompt:
+    def cut(self, length: int) -> PendingPrompt:
         """Its first ``length`` tokens. Raises MediaSpanError for a cut inside an item, OutOfRange."""
         in_range(length, self.stop, "length", "the prompt")
         if length <= self.kept:
-            return Prompt.of(self.node, length)
-        made, at = Prompt(self.node, self.kept, self._state_behind_kept()), self.kept
+            return PendingPrompt.of(self.node, length)
+        made, at = PendingPrompt(self.node, self.kept, self._state_behind_kept()), self.kept
         for turn in self._turns:
             count = min(turn.size, length - at)
             if count <= 0:
@@ -156,6 +156,13 @@ class Prompt:
                 del begun[id(item)]
         return found
 
+    def check_reply(self, token_ids: TokenIds, limit: int | None = None) -> None:
+        """Whether these can be generated behind it. ``limit``: of all tokens. Raises OutOfRange, PositionError, LimitExceeded."""
+        stop = self.stop + len(token_bytes(token_ids)) // TOKEN_BYTES
+        if limit is not None and stop > limit:
+            raise LimitExceeded(f"{stop} tokens with the reply; {limit} are allowed", value=stop, limit=limit)
+        self.node.scheme.decode(self.state, token_ids)
+
     def committed(self, session: Session) -> Node:
         """The node that it ends with, made of what is not in the tree yet. Raises what truncate and append raise."""
         node = session.truncate(self.node, self.kept)
@@ -174,4 +181,4 @@ class Prompt:
         return at is not None
 
     def _state_behind_kept(self) -> PositionState:
-        return Prompt.of(self.node, self.kept).state
+        return PendingPrompt.of(self.node, self.kept).state

@@ -22,10 +22,10 @@ help: ## list the targets
 demo: .venv/demo.stamp ## run the main job on real input: examples/quickstart.py
 	$(BIN)/python examples/quickstart.py
 
-test: .venv/dev.stamp ## run the tests
+test: .venv/dev.stamp .venv/sglang.stamp ## run the tests
 	$(PYTEST)
 
-cover: .venv/dev.stamp ## run the tests and show their coverage, in twice the time
+cover: .venv/dev.stamp .venv/sglang.stamp ## run the tests and show their coverage, in twice the time
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered
 
 check: .venv/dev.stamp ## lint, formatting, types and the layers
@@ -35,7 +35,7 @@ check: .venv/dev.stamp ## lint, formatting, types and the layers
 	$(BIN)/lint-imports
 
 bench: $(if $(PEERS),.venv/peers.stamp .venv/sglang.stamp) .venv/dev.stamp ## measure: tables, and one line of JSON for each figure; PEERS=1 adds LangGraph, SGLang
-	@missed=0; for part in tree positions page_hashes durable health health_gc health_bundles health_cli; do PYTHONPATH=. $(BIN)/python benchmarks/$$part.py || missed=1; done; exit $$missed
+	@missed=0; for part in tree positions page_hashes gpu_bridge durable health health_gc health_bundles health_cli sglang_sessions; do PYTHONPATH=. $(BIN)/python benchmarks/$$part.py || missed=1; done; exit $$missed
 
 soak: .venv/dev.stamp .venv/sglang.stamp ## run every test, the long ones too, at soak length, on new random histories
 	SESSIONTREE_SOAK=1 $(PYTEST) -m ""
@@ -62,9 +62,9 @@ clean: ## remove all that these targets made
 	$(PIP) --no-build-isolation --editable '.[demo,peers]'
 	@touch $@
 
-# SGLang's own position functions judge ours where it can be had; the tests say so where not.
+# SGLang's own code judges ours where it can be had; the tests say so where not.
 .venv/sglang.stamp: .venv/dev.stamp
-	@$(PIP) --no-deps sglang==0.5.23 && touch $@ || echo "sglang 0.5.23 cannot be installed here; what needs it is skipped" >&2
+	@$(PIP) --no-deps sglang==0.5.23 && $(PIP) --no-build-isolation --editable '.[sglang-tests]' && touch $@ || echo "sglang 0.5.23 cannot be installed here; what needs it is skipped" >&2
 
 .venv/dev.stamp: .venv/demo.stamp
 	$(PIP) --no-build-isolation --editable '.[demo,dev]'

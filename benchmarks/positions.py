@@ -25,9 +25,9 @@ from sessiontree.positions.runs import Runs
 from sessiontree.tokens import token_bytes
 from tests import rope_oracle
 from tests.histories import GOLDEN_FAMILIES, History, vectors
+from tests.sglang_engine import missing as missing_sglang
 from tests.test_positions_sglang import FAMILIES as SGLANG_FAMILIES
 from tests.test_positions_sglang import ask as ask_sglang
-from tests.test_positions_sglang import installed as installed_sglang
 
 TURNS = 130
 TOKENS = 2**17
@@ -163,7 +163,7 @@ def figures() -> Iterator[Figure]:
         videos[family], texts[family] = video, text
         gc.collect()
         ratios[family] = median_of(lambda history=history: rope_oracle.ask(history), 5) / image  # type: ignore[misc]
-        if installed_sglang() and family in SGLANG_FAMILIES:
+        if missing_sglang() is None and family in SGLANG_FAMILIES:
             theirs = scheme(f"{family}@sglang", **params)
             after = stepped(theirs, turns)
             mine = append_costs(theirs, turns, after)[0]

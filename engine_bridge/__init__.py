@@ -1,5 +1,6 @@
 """From session nodes to what engines run on. The only package here that knows PyTorch."""
 
+from engine_bridge.adapters.sglang import to_sglang
 from engine_bridge.adapters.transformers import to_transformers
 from engine_bridge.page_hashes import PageHashes, page_hashes
 from engine_bridge.request import RequestInputs, request_inputs
@@ -15,5 +16,6 @@ __all__ = [
     "RequestInputs",
     "page_hashes",
     "request_inputs",
+    "to_sglang",
     "to_transformers",
 ]

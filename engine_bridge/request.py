@@ -73,7 +73,7 @@ def request_inputs(
     needed: dict[Any, MediaItem] = {}
     for item, *_ in clipped:
         needed.setdefault(item.content(), item)
-    held = _features(committed, tuple(needed.values())) if features else None
+    held = held_features(committed, tuple(needed.values())) if features else None
     delta = node.scheme.mrope_position_delta(node.position_state(mode))
     dtype = torch.int64 if positions.dtype.kind == "i" else torch.float32
     return RequestInputs(
@@ -89,7 +89,8 @@ def request_inputs(
     )
 
 
-def _features(node: Node, items: tuple[MediaItem, ...]) -> tuple[Features, ...]:
+def held_features(node: Node, items: tuple[MediaItem, ...]) -> tuple[Features, ...]:
+    """What the store of ``node`` holds of each of ``items``, in their order. Raises NeedsMedia."""
     store = node.feature_store
     if store is not None:
         return store.need(items)

@@ -1,23 +1,14 @@
 """Random histories, turn by turn, against SGLang's own position functions over each of them at once: no difference.
 
-SGLang itself does not import on a machine without its kernels, and need not: its files are loaded one by one, and what they import
-and do not use here is a stub. Held to the golden vectors first. Runs in ``make soak``, where the release that the vectors are from
-is installed: ``pip install --no-deps sglang==0.5.23``.
+Its code runs on the CPU by way of ``tests/sglang_engine.py``. Held to the golden vectors first. Runs in ``make soak``.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 import random
-import sys
-from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -29,9 +20,9 @@ from sessiontree import MediaItem
 from sessiontree.positions import scheme
 from tests.histories import History, cases
 from tests.rope_oracle import RANDOMS, TEXT, as_ids, draw_history, grids_of, seconds_of, without_lookalikes
+from tests.sglang_engine import engine, needs_sglang
 from tests.test_positions_transformers import assert_same, described
 
-RELEASE = "0.5.23"
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "ernie4_5_vl", "paddleocr_vl", "qwen3_vl", "glm4v", "qwen3_omni", "glm_image")
 HISTORIES = settings(
     max_examples=2000 if os.environ.get("SESSIONTREE_SOAK") == "1" else 100,
@@ -40,17 +31,7 @@ HISTORIES = settings(
 )
 
 
-def installed() -> str | None:
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.skipif(installed() != RELEASE, reason=f"sglang {RELEASE} is not installed (found: {installed()})"),
-]
+pytestmark = [pytest.mark.soak, needs_sglang]
 
 
 class Answer(NamedTuple):
@@ -61,39 +42,15 @@ class Answer(NamedTuple):
     plan: NDArray[np.int64]
 
 
-# SGLang's files
+# SGLang's functions
 
 
-def load(path: str, stubs: Mapping[str, tuple[str, ...]]) -> ModuleType:
-    """One file of SGLang; of the modules in ``stubs`` it gets empty classes by these names."""
-    package = importlib.util.find_spec("sglang")
-    assert package is not None and package.submodule_search_locations is not None
-    file = Path(package.submodule_search_locations[0]) / path
-    spec = importlib.util.spec_from_file_location(f"sglang_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    modules: dict[str, ModuleType] = {}
-    for name, classes in stubs.items():
-        modules[name] = ModuleType(name)
-        modules[name].__dict__.update({cls: type(cls, (), {}) for cls in classes})
-    with patch.dict(sys.modules, modules):
-        spec.loader.exec_module(module)
-    return module
-
-
-@cache
 def rope_index() -> Any:
-    return load("srt/layers/rotary_embedding/mrope_rope_index.py", {})
+    return engine("sglang.srt.layers.rotary_embedding.mrope_rope_index")
 
 
-@cache
 def glm_image_processor() -> Any:
-    stubs = {
-        "sglang.srt.managers.schedule_batch": ("MultimodalProcessorOutput",),
-        "sglang.srt.models.glm_image_vl": ("GlmImageForConditionalGeneration",),
-        "sglang.srt.multimodal.processors.base_processor": ("BaseMultimodalProcessor", "MultimodalSpecialTokens"),
-    }
-    return load("srt/multimodal/processors/glm_image.py", stubs).GlmImageProcessor
+    return engine("sglang.srt.multimodal.processors.glm_image").GlmImageProcessor
 
 
 def ask(history: History, tokens: NDArray[np.int32], target_grids: tuple[tuple[int, int, int], ...] = ()) -> Answer:

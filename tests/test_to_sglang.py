@@ -34,7 +34,7 @@ from sessiontree import (
     Unsupported,
 )
 from sessiontree.placeholders import compact, expand, pad_sequence, pad_values
-from sessiontree.positions import scheme
+from sessiontree.positions import ExternalPositions, scheme
 from sessiontree.replay import replay
 from tests.conftest import SOAK
 from tests.histories import History, without_leading_empties
@@ -136,6 +136,10 @@ def test_text_alone_needs_no_multimodal_inputs() -> None:
     made = accepted(request)
     assert prefilled(made).tolist() == [[3, 4]] * 3
     assert decoded(made).tolist() == [5] * 3
+    further = session.append(session.root, [5, 6], positions=ExternalPositions([[0, 1]] * 3, max_position=5))
+    assert decoded(accepted(to_sglang(further))).tolist() == [6] * 3, "the table is plain, what follows it is not"
+    with pytest.raises(Unsupported):
+        to_sglang(further, session_params={"id": "chat"})
     text = SessionStore.in_memory().create("s", scheme="text@sglang")
     with pytest.raises(Unsupported):
         to_sglang(text.append(text.root, [5, 6], positions=[[3, 4]]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from hashlib import sha256
 from types import SimpleNamespace
@@ -133,9 +133,13 @@ class Engine:
                 **given,
             }
         )
-        with patch.object(engine(SCHEDULER), "SessionController", self.static):
+        with self.intake():
             self.scheduler.handle_generate_request(request)
         return self.queue[-1]
+
+    def intake(self) -> AbstractContextManager[Any]:
+        """The scheduler's module with this engine's controller in it."""
+        return patch.object(engine(SCHEDULER), "SessionController", self.static)
 
     def generate(self, request: Any, output: Sequence[int], *, end: bool = True) -> Any:
         """What forward passes and SGLang's check for the end leave: ``output``, and that it has finished, of length or by EOS 2."""

@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_bridge.adapters import sglang_sessions
+from engine_bridge.adapters import sglang_media, sglang_sessions
 from engine_bridge.adapters.sglang_sessions import CARRIED, REFUSED, SessionTreeController
 from sessiontree import SessionStore
 from tests.conftest import SOAK
@@ -36,7 +36,7 @@ from tests.sglang_scheduler import (
     processed,
     refused,
 )
-from tests.toy import A_IDS, A_TABLE, IMG, VE, VID, VS, Block, image, toy_scheme, video
+from tests.toy import A_IDS, A_TABLE, IMG, VE, VID, VS, Block, a_turn, grow, image, new_session, reply, toy_scheme, video
 
 pytestmark = needs_sglang
 MEDIA_AT_END = [1, VS, IMG, IMG, IMG, IMG]
@@ -612,6 +612,18 @@ def test_c45_idle_time_counts_from_the_last_activity_and_not_while_one_runs() ->
     assert "s" not in our.controller
 
 
+def test_c45_a_request_that_ran_long_and_was_aborted_was_use() -> None:
+    our = Engine(controller())
+    our.open(timeout=10.0)
+    our.controller.tick(100.0)
+    request = our.send("a", [1])
+    our.controller.tick(200.0)
+    request.to_finish = engine(REQUESTS).FINISH_ABORT()
+    request.update_finish_state()
+    assert our.controller.tick(209.0) == ()
+    assert our.controller.tick(210.5) == ("s",)
+
+
 def test_c46_the_same_calls_give_the_same_sessions_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
@@ -869,6 +881,16 @@ def test_c57_a_prompt_beyond_the_limit_is_refused_and_a_shorter_one_served() -> 
     assert len(our.controller.get("s").tree.tree) == 5
 
 
+@pytest.mark.parametrize("options", [{"max_tokens": 6}, {"scheme": toy_scheme(max_position_limit=6)}])
+def test_c57_a_reply_beyond_the_limit_is_not_half_recorded(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    our = ours(**options)
+    our.turn("a", [1], output=[2])
+    our.turn("b", [3], after="a", output=[4, 5, 6, 7])
+    assert "request b of session s is not recorded" in caplog.text
+    assert len(our.controller.get("s").tree.tree) == 3
+    assert refused(our.send("c", [1], after="b")) and refused(our.send("d", [1], after="a")) is None
+
+
 def test_c57_a_position_beyond_the_limit_is_refused() -> None:
     our = ours(scheme=toy_scheme(max_position_limit=12))
     our.turn("a", A_IDS, image())
@@ -958,11 +980,14 @@ def test_c80_an_aborted_turn_takes_no_ancestors_features_with_it() -> None:
     child = our.send("b", A_IDS, image(number=1), after="a")
     assert [each.feature is None for each in child.multimodal_inputs.mm_items] == [False, False]
     child.multimodal_inputs.mm_items[0].feature = "on the device"
+    child.multimodal_inputs.mm_items[0].rows = "on the device"  # goes into model_specific_data
     child.set_finish_with_abort("no")
     child.update_finish_state()
     assert parent.multimodal_inputs.mm_items[0].feature is not None
+    assert [*parent.multimodal_inputs.mm_items[0].model_specific_data] == ["image_grid_thw"]
     again = our.send("c", A_IDS, image(number=1), after="a")
     assert [each.feature[0, 0].item() for each in again.multimodal_inputs.mm_items] == [0.0, 1.0]
+    assert [[*each.model_specific_data] for each in again.multimodal_inputs.mm_items] == [["image_grid_thw"]] * 2
 
 
 def test_c32_a_table_of_another_width_is_refused() -> None:
@@ -1081,6 +1106,29 @@ def test_killed_and_reopened_it_goes_on_as_if_nothing_had_been(killed_after: int
         each.controller.store.close()
 
 
+def test_what_to_sglang_makes_of_a_node_is_that_node_in_a_session() -> None:
+    from engine_bridge import to_sglang
+
+    outside, our = new_session(), ours()
+    node = grow(outside, outside.root, a_turn(), reply(8, 9), a_turn(number=1))
+    first, rest = node.path()[1], node
+    turns = (
+        to_sglang(first, rid="a", session_params={"id": "s"}, sampling_params={"max_new_tokens": 2}),
+        to_sglang(rest, prefix_len=11, rid="b", session_params={"id": "s", "rid": "a"}, sampling_params={"max_new_tokens": 2}),
+    )
+    for request in turns:
+        with our.intake():
+            our.scheduler.handle_generate_request(request)
+        assert refused(our.queue[-1]) is None
+        our.generate(our.queue[-1], [8, 9])
+    there = our.controller.get("s").reply("b").parent
+    assert there.id == node.id or [item.identity for item, *_ in there.media_spans()] == [
+        item.identity for item, *_ in node.media_spans()
+    ]
+    assert np.array_equal(there.input_ids(), node.input_ids()) and np.array_equal(there.positions(), node.positions())
+    assert np.array_equal(prefilled(our.queue[-1], 0, node.stop), node.positions())
+
+
 def test_streaming_goes_on_after_a_restart(tmp_path: Path) -> None:
     first = Engine(controller(store=SessionStore.open(tmp_path / "one", durability="commit")))
     first.open(streaming=True)
@@ -1141,10 +1189,10 @@ def test_an_idle_session_is_not_closed_before_anybody_told_the_time(tmp_path: Pa
 
 def test_without_sglang_it_imports_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     made = controller()
-    sglang_sessions._engine.cache_clear()
+    sglang_media.sglang.cache_clear()
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.schedule_batch", None)
     try:
         with pytest.raises(ImportError, match=r"pip install sglang==0\.5\.23"):
             made.open(SimpleNamespace(session_id="s", capacity_of_str_len=1, streaming=None, timeout=None))
     finally:
-        sglang_sessions._engine.cache_clear()
+        sglang_media.sglang.cache_clear()

@@ -15,15 +15,12 @@ There is no clock in here: the time is what ``maybe_reap`` or ``tick`` is told.
 
 from __future__ import annotations
 
-import copy
-import importlib
 import json
 import logging
 import math
 from array import array
 from collections.abc import Callable, Mapping
 from functools import cache
-from types import SimpleNamespace
 from typing import Any, ClassVar, Final, NamedTuple
 from weakref import WeakValueDictionary, ref
 
@@ -31,10 +28,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_bridge.adapters.prompts import Prompt
+from engine_bridge.adapters.pending import PendingPrompt
+from engine_bridge.adapters.sglang_media import DATA, FEATURES, Layout, engine_item, media_item, placed, sglang
 from engine_bridge.adapters.sglang_params import Context, continuation
 from sessiontree import (
-    Features,
     KeyTaken,
     MediaItem,
     MediaSpanError,
@@ -49,7 +46,6 @@ from sessiontree import (
     SessionTreeError,
     UnknownHead,
     Unsupported,
-    media_identity,
 )
 from sessiontree.details import TailPolicy
 from sessiontree.positions import PositionScheme
@@ -120,8 +116,6 @@ _RID: Final = "rid "  # what heads' names begin with
 _TIP: Final = "tip"
 _OPENED: Final = "sglang session "  # what it was opened with, as JSON, follows
 _MODEL: Final = "sglang model "  # what MultimodalInputs say of the model, likewise
-_FEATURES: Final = ("feature", "precomputed_embeddings")
-_DATA: Final = "data."  # names of stored features that come from an item's model_specific_data
 
 
 class SessionTreeController:
@@ -213,7 +207,7 @@ class SessionTreeController:
                 _say(tree, _OPENED, opened)
                 self._take_up(tree)
                 success = True
-        return _engine().OpenSessionReqOutput(session_id=session_id, success=success)
+        return sglang().OpenSessionReqOutput(session_id=session_id, success=success)
 
     def _take_up(self, tree: Session) -> None:
         """A session of the store, if it was opened here and not closed."""
@@ -307,6 +301,7 @@ class TreeSession:
         self.model: dict[str, Any] = _said(tree, _MODEL)  # token ids of MultimodalInputs, from the first turn that says them
         self.engine_items: dict[Any, Any] = {}  # SGLang's, with their features, by content
         self._attempts: WeakValueDictionary[str, Attempt] = WeakValueDictionary()
+        self._layout = Layout(tree.scheme)  # of the path that was asked for last
 
     # As the scheduler calls them
 
@@ -324,12 +319,12 @@ class TreeSession:
         One that cannot be served comes back as the scheduler expects it, with an abort that says why. Then it belongs to no
         session, and ``req`` has no media any more. A turn that is stripped of its BOS is stripped in ``req`` too.
         """
-        made_by = req_factory or _engine().Req
+        made_by = req_factory or sglang().Req
         given = {name: getattr(req, name) for name in CARRIED}
         given |= {"vocab_size": vocab_size, "eos_token_ids": eos_token_ids, "disagg_mode": disagg_mode}
         try:
             attempt, aborted = self._attempt(req, tokenizer)
-            inputs = attempt.multimodal_inputs() if attempt.awaited is None else None
+            inputs = attempt.multimodal_inputs() if attempt.layout is not None and attempt.awaited is None else None
         except (SessionTreeError, TypeError) as error:
             req.mm_inputs = None
             ids = req.input_ids if req.input_ids is not None else array("q")
@@ -338,7 +333,10 @@ class TreeSession:
             refused.set_finish_with_abort(str(error))
             return refused
         unpadded = attempt.input_ids()
-        padded = attempt.padded(unpadded)
+        padded = unpadded
+        if attempt.layout is not None:
+            padded = unpadded[:]
+            attempt.layout.write(padded)
         made = made_by(origin_input_text=None, origin_input_ids=padded, origin_input_ids_unpadded=unpadded, session=self, **given)
         made.tokenizer = tokenizer
         made.multimodal_inputs = inputs
@@ -402,13 +400,13 @@ class TreeSession:
         unfinished = None if where.rid is None else self._attempts.get(where.rid)
         engine_items: dict[Any, Any] = {}
         if where.rid is None:
-            prompt = Prompt.of(self.tree.root, 0)
+            prompt = PendingPrompt.of(self.tree.root, 0)
         elif unfinished is not None and unfinished.running:
             prompt, engine_items = unfinished.prompt.cut(where.length), dict(unfinished.engine_items)
         else:
             reply = self.reply(where.rid)
             assert reply is not None
-            prompt = Prompt.of(reply, where.length)
+            prompt = PendingPrompt.of(reply, where.length)
         stripped = _without_bos(req, tokenizer) if self.controller.strip_bos and prompt.stop else None
         ids = req.input_ids if stripped is None else stripped.input_ids
         if not prompt.stop + len(ids):
@@ -422,11 +420,22 @@ class TreeSession:
         else:
             awaited = token_array(token_bytes(ids))
         forgets = tuple(name for name in self.tree.heads if name.startswith(_RID)) if where.forgets else ()
-        if stripped is not None:
+        made = Attempt(self, req.rid, prompt, awaited, engine_items, recorded, forgets)
+        if prompt.has_media:
+            self.laid(made)
+        if stripped is not None:  # nothing is refused from here on
             stripped.apply()
         if tip is not None and where.rid != tip and self.controller.tree_cache is not None:
             self.controller.tree_cache.release_session(self.session_id)  # the KV it keeps is the tip's
-        return Attempt(self, req.rid, prompt, awaited, engine_items, recorded, forgets), where.aborts
+        return made, where.aborts
+
+    def laid(self, attempt: Attempt) -> Layout:
+        """Its prompt as SGLang wants it. Raises NeedsMedia."""
+        prompt = attempt.prompt
+        layout = self._layout.behind(prompt.node, prompt.kept)
+        layout.lay(prompt, attempt.engine_item)
+        self._layout = attempt.layout = layout
+        return layout
 
     @property
     def prompt_limit(self) -> int | None:
@@ -444,7 +453,7 @@ class TreeSession:
         attempt = self._attempts.pop(rid, None)
         request = None if attempt is None else attempt.owner
         if request is not None and request.finished_reason is None:
-            request.to_finish = _engine().FINISH_ABORT()
+            request.to_finish = sglang().FINISH_ABORT()
 
     def settle(self, request: Any) -> None:
         """Record what a request has finished with, once. What cannot be recorded is logged, and its rid stays unknown."""
@@ -454,7 +463,7 @@ class TreeSession:
         request.attempt = None
         if self._attempts.get(attempt.rid) is attempt:
             del self._attempts[attempt.rid]
-        if isinstance(request.finished_reason, _engine().FINISH_ABORT):
+        if isinstance(request.finished_reason, sglang().FINISH_ABORT):
             return
         try:
             self._record(attempt, request)
@@ -469,6 +478,7 @@ class TreeSession:
         seen = len(request.output_ids) if request.finished_len is None else request.finished_len
         output = request.output_ids[: min(seen, request.sampling_params.max_new_tokens)]
         reason = request.finished_reason.to_json()["type"]
+        attempt.prompt.check_reply(output, tree.max_tokens)
         prompt = attempt.prompt.committed(tree)
         metadata = {"rid": attempt.rid, **attempt.recorded}
         with tree.draft(prompt, key=attempt.rid, metadata=metadata) as draft:
@@ -479,6 +489,8 @@ class TreeSession:
                 with tree.draft(prompt, metadata=metadata) as another:
                     another.extend(output)
                     reply = another.commit(reason, tail_policy=policy)
+        if attempt.layout is self._layout:
+            self._layout.ended(attempt.prompt, reply)
         for name in attempt.forgets:
             tree.drop_head(name)
         tree.set_head(_RID + attempt.rid, reply, expected=None)
@@ -488,10 +500,10 @@ class TreeSession:
         if model != self.model:
             self.model = model
             _say(tree, _MODEL, model)
-        for content, (item, engine_item) in attempt.engine_items.items():
-            self.engine_items.setdefault(content, engine_item)
+        for content, (item, with_features) in attempt.engine_items.items():
+            self.engine_items.setdefault(content, with_features)
             if self.controller.keep_features:
-                self._keep_features(item, engine_item)
+                self._keep_features(item, with_features)
 
     def engine_item(self, item: MediaItem) -> Any:
         """SGLang's item for one of a finished request, with its features. Raises NeedsMedia where nobody holds those."""
@@ -501,12 +513,12 @@ class TreeSession:
             features = self.controller.store.get_features(item)
             if features is None:
                 raise NeedsMedia(f"features of {item} are not held any more; send its turn again", items=(item,))
-            found = self.engine_items[content] = _engine_item(item, features)
+            found = self.engine_items[content] = engine_item(item, features)
         return found
 
-    def _keep_features(self, item: MediaItem, engine_item: Any) -> None:
-        values = {name: getattr(engine_item, name) for name in _FEATURES}
-        values |= {_DATA + name: value for name, value in engine_item.model_specific_data.items()}
+    def _keep_features(self, item: MediaItem, held: Any) -> None:
+        values = {name: getattr(held, name) for name in FEATURES}
+        values |= {DATA + name: value for name, value in held.model_specific_data.items()}
         arrays = {name: np.asarray(value) if isinstance(value, (bool, int, float)) else value for name, value in values.items()}
         try:
             self.controller.store.put_features(item, {name: value for name, value in arrays.items() if value is not None})
@@ -526,6 +538,7 @@ class Attempt:
         "awaited",
         "engine_items",
         "forgets",
+        "layout",
         "model",
         "prompt",
         "recorded",
@@ -538,7 +551,7 @@ class Attempt:
         self,
         session: TreeSession,
         rid: str,
-        prompt: Prompt,
+        prompt: PendingPrompt,
         awaited: NDArray[np.int32] | None,
         engine_items: dict[Any, tuple[MediaItem, Any]],
         recorded: dict[str, Any],
@@ -551,6 +564,7 @@ class Attempt:
         self.engine_items = engine_items  # by content, of turns that are no nodes yet
         self.recorded = recorded
         self.forgets = forgets  # heads that end with its success
+        self.layout: Layout | None = None  # where it has media
         self.model: dict[str, Any] = {}  # what its media say of the model
         self.request: ref[Any] | None = None
 
@@ -567,24 +581,13 @@ class Attempt:
 
     def input_ids(self) -> array[int]:
         """Of the whole prompt, as they were before padding."""
-        ids = array("q")
-        ids.frombytes(self.prompt.input_ids().view(np.uint8).data)
+        awaited = 0 if self.awaited is None else len(self.awaited)
+        ids = array("q", [0]) * (self.prompt.stop + awaited)
+        view = np.frombuffer(ids, np.int64)
+        self.prompt.input_ids(out=view[: self.prompt.stop])
         if self.awaited is not None:
-            ids.frombytes(self.awaited.astype(np.int64).view(np.uint8).data)
+            view[self.prompt.stop :] = self.awaited
         return ids
-
-    def padded(self, unpadded: array[int]) -> array[int]:
-        """The same with SGLang's sentinels in place of placeholders; the same array where there are none."""
-        media = self.prompt.media()
-        if not media:
-            return unpadded
-        padded = array("q", unpadded)
-        view = np.frombuffer(padded, np.int64)
-        for item, spans in media:
-            values = self.engine_item(item).padding_values()
-            for start, stop in spans:
-                view[start:stop] = np.resize(values, stop - start)
-        return padded
 
     def engine_item(self, item: MediaItem) -> Any:
         """SGLang's item, of this turn or an earlier one. Raises NeedsMedia."""
@@ -606,33 +609,29 @@ class Attempt:
             for name in _WHOLE_PROMPT:
                 if getattr(given, name) is not None:
                     raise Unsupported(f"{name} describes one prompt's media, and has no rule for several turns")
-            placed = [(media_item(item, before.stop), item) for item in given.mm_items]
-            self.prompt = before.extended(ids, [item for item, _ in placed], limit=self.session.prompt_limit)
+            items = [(media_item(item, before.stop), item) for item in given.mm_items]
+            self.prompt = before.extended(ids, [item for item, _ in items], limit=self.session.prompt_limit)
             _check_table(given.mrope_positions, before, self.prompt)
-            own = {item.content(): (item, _copied(engine_item, engine_item.offsets)) for item, engine_item in placed}
+            own = {item.content(): (item, placed(engine_item, engine_item.offsets)) for item, engine_item in items}
             self.engine_items = {**own, **held}
+            laid = self.session.laid(self)
             inputs = self.multimodal_inputs(given)
-            padded = self.padded(request.origin_input_ids_unpadded)
         except (SessionTreeError, TypeError) as error:
             self.prompt, self.engine_items = before, held
             request.set_finish_with_abort(str(error))
             return
         self.awaited = None
         request.multimodal_inputs = inputs
-        request.origin_input_ids = padded
+        laid.write(request.origin_input_ids)  # an array of its own; what padded it may have taken text for placeholders
         request.full_untruncated_fill_ids = array("q")
 
     def multimodal_inputs(self, given: Any = None) -> Any:
-        """SGLang's MultimodalInputs of the whole prompt, its own; None for a prompt without media. ``given``: the turn's."""
-        media = self.prompt.media()
-        if not media and given is None:
-            return None
-        engine, scheme = _engine(), self.prompt.node.scheme
-        own = {id(item): item for item in given.mm_items} if given is not None else {}
-        items = [_copied(self.engine_item(item), [(start, stop - 1) for start, stop in spans]) for item, spans in media]
-        if own:
-            items[-len(own) :] = sorted(given.mm_items, key=lambda item: min(item.offsets))
-        inputs = engine.MultimodalInputs(mm_items=items)
+        """SGLang's MultimodalInputs of the whole prompt, which is laid out, its own. ``given``: the turn's."""
+        assert self.layout is not None
+        items = self.layout.items()
+        if given is not None and given.mm_items:
+            items[-len(given.mm_items) :] = sorted(given.mm_items, key=lambda item: min(item.offsets))
+        inputs = sglang().MultimodalInputs(mm_items=items)
         self.model = {name: said for name in _TOKEN_IDS if (said := getattr(given, name, None)) is not None}
         if getattr(given, "token_modalities", None) is not None:
             self.model[_MODALITIES] = True
@@ -645,8 +644,8 @@ class Attempt:
             inputs.token_modalities = kinds.tolist()
         for name, said in known.items():
             setattr(inputs, name, said)
-        if scheme.num_axes > 1:
-            inputs.mrope_positions = torch.from_numpy(self.prompt.positions())
+        if self.prompt.node.scheme.num_axes > 1:
+            inputs.mrope_positions = self.layout.table()
             inputs.mrope_position_delta = torch.tensor([[self.prompt.mrope_position_delta]])
         return inputs
 
@@ -703,103 +702,7 @@ def _derived(base: type) -> type:
     return type(base.__name__, (_SessionRequest, base), {"__doc__": base.__doc__, "__module__": base.__module__})
 
 
-@cache
-def _engine() -> SimpleNamespace:
-    try:
-        requests = importlib.import_module("sglang.srt.managers.schedule_batch")
-        messages = importlib.import_module("sglang.srt.managers.io_struct")
-    except ImportError as error:
-        raise ImportError("SessionTreeController makes requests of SGLang: pip install sglang==0.5.23") from error
-    return SimpleNamespace(
-        FINISH_ABORT=requests.FINISH_ABORT,
-        Modality=requests.Modality,
-        MultimodalDataItem=requests.MultimodalDataItem,
-        MultimodalInputs=requests.MultimodalInputs,
-        OpenSessionReqOutput=messages.OpenSessionReqOutput,
-        Req=requests.Req,
-    )
-
-
-# Media, SGLang's and ours
-
-
-def media_item(item: Any, prefix_len: int = 0) -> MediaItem:
-    """A MultimodalDataItem as a tree keeps it; spans relative to ``prefix_len``, where the item's turn begins.
-
-    Identity is the item's own 32 bytes, or made of its sentinels, which the engine's caches go by, with shape and type of what it
-    holds; then the sentinels are kept in ``extra``. Raises MediaSpanError for offsets that are none or before the turn,
-    Unsupported for several grids in one item.
-    """
-    kind = item.modality.name.lower()
-    if not item.offsets:
-        raise MediaSpanError(f"a {kind} without offsets", item=item, span=None)
-    spans = []
-    for first, last in item.offsets:
-        if not prefix_len <= first <= last:
-            raise MediaSpanError(
-                f"a {kind}'s offset ({first}, {last}) behind {prefix_len} tokens", item=item, span=(first, last + 1)
-            )
-        spans.append((first - prefix_len, last + 1 - first))
-    data = item.model_specific_data
-    grid = data.get(f"{kind}_grid_thw")
-    if grid is not None:
-        rows = np.asarray(grid).reshape(-1, 3)
-        if len(rows) != 1:
-            raise Unsupported(f"a {kind} item with {len(rows)} grids; a session takes one item for each {kind}", item=item)
-        grid = rows[0]
-    item.set_pad_value()
-    identity, extra = item.identity, None
-    if identity is None:
-        values = item.padding_values()
-        held = item.feature if item.feature is not None else item.precomputed_embeddings
-        options = {"shape": list(getattr(held, "shape", ())), "dtype": str(getattr(held, "dtype", ""))}
-        identity = media_identity(f"sglang {kind}", np.array(values, np.int64), options=options)
-        extra = {"sglang_hash": None if item.hash is None else f"{item.hash:016x}", "sglang_pad_values": list(values)}
-    seconds, length = data.get("second_per_grid_ts"), data.get("audio_feature_lens")
-    return MediaItem(
-        kind,
-        identity,
-        spans,
-        grid_thw=grid,
-        second_per_grid_ts=None if seconds is None else float(np.asarray(seconds).reshape(-1)[0]),
-        audio_feature_length=None if length is None else int(np.asarray(length).reshape(-1)[0]),
-        extra=extra,
-    )
-
-
-def _engine_item(item: MediaItem, features: Features) -> Any:
-    """SGLang's item as it was before a restart."""
-    engine = _engine()
-    arrays = {name: torch.from_numpy(np.array(features[name])) for name in features}
-    data = {name[len(_DATA) :]: value for name, value in arrays.items() if name.startswith(_DATA)}
-    made = engine.MultimodalDataItem(
-        modality=engine.Modality[item.modality.upper()],
-        model_specific_data=data,
-        **{name: arrays.get(name) for name in _FEATURES},
-    )
-    extra = item.extra
-    if "sglang_pad_values" in extra:
-        said = extra["sglang_hash"]
-        made.hash = None if said is None else int(said, 16)
-        made.pad_values = tuple(extra["sglang_pad_values"])
-        made.pad_value = made.pad_values[0]
-    else:
-        made.set_identity(item.identity)
-    return made
-
-
-def _copied(item: Any, offsets: Any) -> Any:
-    """An item of its own that stands elsewhere and shares the features, except where those are handed over once (CUDA IPC)."""
-    if item.has_cuda_ipc_proxy():
-        item.offsets = list(offsets)
-        return item
-    made = copy.copy(item)
-    made.model_specific_data = dict(item.model_specific_data)
-    made.offsets = list(offsets)
-    return made
-
-
-def _check_table(given: Any, before: Prompt, after: Prompt) -> None:
+def _check_table(given: Any, before: PendingPrompt, after: PendingPrompt) -> None:
     """Whether positions that SGLang's processor computed for the turn alone are those of the scheme. Raises PositionError."""
     if given is None:
         return

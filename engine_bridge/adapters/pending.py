@@ -5,7 +5,7 @@ It is a value, checked as a tree would check it, and reads like a node. Its turn
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import attrs
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sessiontree import LimitExceeded, MediaItem, MediaSpanError, Node, Session
 from sessiontree.edits import plan_prefix
 from sessiontree.media import placements
-from sessiontree.node import MediaSpan
+from sessiontree.node import deepest_from
 from sessiontree.positions import PositionState
 from sessiontree.positions.runs import Runs
 from sessiontree.tokens import TOKEN_BYTES, TokenIds, in_range, token_array, token_bytes
@@ -33,7 +33,7 @@ class _Turn(NamedTuple):
 
 
 @attrs.frozen(eq=False)
-class Prompt:
+class PendingPrompt:
     """Path tokens ``[0, kept)`` of ``node``, and what is to be prefilled behind them. Made by :meth:`of` and :meth:`extended`."""
 
     node: Node
@@ -42,7 +42,7 @@ class Prompt:
     _turns: tuple[_Turn, ...] = ()
 
     @classmethod
-    def of(cls, node: Node, length: int) -> Prompt:
+    def of(cls, node: Node, length: int) -> PendingPrompt:
         """The first ``length`` tokens of a path. Raises MediaSpanError for a cut inside an item, OutOfRange."""
         plan = plan_prefix(node, in_range(length, node.stop, "length", node))
         state = plan.turns[-1].turn.state if plan.turns else plan.parent.position_state()
@@ -56,7 +56,7 @@ class Prompt:
         """Tokens of it."""
         return self.state.num_tokens
 
-    def extended(self, token_ids: TokenIds, media: Iterable[MediaItem] = (), *, limit: int | None = None) -> Prompt:
+    def extended(self, token_ids: TokenIds, media: Iterable[MediaItem] = (), *, limit: int | None = None) -> PendingPrompt:
         """With another turn behind it; spans relative to ``token_ids``. ``limit``: of its tokens. An empty turn adds nothing.
 
         Raises TypeError, OutOfRange, MediaSpanError, PositionError, Unsupported, LimitExceeded.
@@ -71,12 +71,12 @@ class Prompt:
         turns = (*self._turns, _Turn(data, items, runs, state)) if data else self._turns
         return attrs.evolve(self, state=state, turns=turns)
 
-    def cut(self, length: int) -> Prompt:
+    def cut(self, length: int) -> PendingPrompt:
         """Its first ``length`` tokens. Raises MediaSpanError for a cut inside an item, OutOfRange."""
         in_range(length, self.stop, "length", "the prompt")
         if length <= self.kept:
-            return Prompt.of(self.node, length)
-        made, at = Prompt(self.node, self.kept, self._state_behind_kept()), self.kept
+            return PendingPrompt.of(self.node, length)
+        made, at = PendingPrompt(self.node, self.kept, self._state_behind_kept()), self.kept
         for turn in self._turns:
             count = min(turn.size, length - at)
             if count <= 0:
@@ -96,26 +96,34 @@ class Prompt:
             at += count
         return made
 
-    def input_ids(self) -> NDArray[np.int64]:
-        """All its tokens: (stop,), a new array."""
-        ids = np.empty(self.stop, np.int64)
-        ids[: self.kept] = self.node.input_ids(0, self.kept, copy=False)
-        at = self.kept
-        for turn in self._turns:
-            ids[at : at + turn.size] = token_array(turn.data)
-            at += turn.size
+    def input_ids(self, start: int = 0, *, out: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        """Its tokens from ``start`` on: (stop - start,), a new array or ``out``."""
+        ids = np.empty(self.stop - start, np.int64) if out is None else out
+        if start < self.kept:
+            ids[: self.kept - start] = self.node.input_ids(start, self.kept, copy=False)
+        for turn, at in self._placed(start):
+            skipped = max(0, start - at)
+            ids[at + skipped - start : at + turn.size - start] = token_array(turn.data)[skipped:]
         return ids
 
-    def positions(self) -> NDArray[Any]:
-        """Of all its tokens, as decoded: (num_axes, stop) in the scheme's dtype, a new array."""
+    def positions(self, start: int = 0, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Of its tokens from ``start`` on, as decoded: (num_axes, stop - start) in the scheme's dtype, a new array or ``out``."""
         scheme = self.node.scheme
-        table = np.empty((scheme.num_axes, self.stop), scheme.dtype)
-        self.node.positions(0, self.kept, out=table[:, : self.kept])
+        table = np.empty((scheme.num_axes, self.stop - start), scheme.dtype) if out is None else out
+        if start < self.kept:
+            self.node.positions(start, self.kept, out=table[:, : self.kept - start])
+        for turn, at in self._placed(start):
+            skipped = max(0, start - at)
+            table[:, at + skipped - start : at + turn.size - start] = scheme.written(turn.runs, turn.size)[:, skipped:]
+        return table
+
+    def _placed(self, start: int) -> Iterator[tuple[_Turn, int]]:
+        """The turns that reach past ``start``, each with where it begins."""
         at = self.kept
         for turn in self._turns:
-            table[:, at : at + turn.size] = scheme.written(turn.runs, turn.size)
+            if at + turn.size > start:
+                yield turn, at
             at += turn.size
-        return table
 
     def last_positions(self) -> NDArray[Any]:
         """Of its last turn's tokens: (num_axes, tokens of that), read-only."""
@@ -126,28 +134,34 @@ class Prompt:
         """The token at index i that is decoded behind it stands at i + delta."""
         return self.node.scheme.mrope_position_delta(self.state)
 
-    def media_spans(self) -> tuple[MediaSpan, ...]:
-        """(item, start, stop) for each span, in path order and coordinates."""
-        spans = list(self.node.media_spans(0, self.kept))
-        at = self.kept
-        for turn in self._turns:
-            spans += [(item, at + start, at + stop) for start, stop, item in placements(turn.media, turn.size)]
-            at += turn.size
-        return tuple(spans)
+    def media(self, start: int = 0) -> list[tuple[MediaItem, list[tuple[int, int]]]]:
+        """Items that begin at ``start`` or behind it, each with its spans ``[start, stop)`` in path coordinates, by their first.
 
-    def media(self) -> list[tuple[MediaItem, list[tuple[int, int]]]]:
-        """Each item with its spans ``[start, stop)`` in path coordinates, by their first; an item that stands twice, twice."""
+        An item that stands twice is there twice. ``start`` is not inside one.
+        """
+        spans = list(self.node.media_spans(min(start, self.kept), self.kept))
+        for turn, at in self._placed(start):
+            spans += [
+                (item, at + first, at + last) for first, last, item in placements(turn.media, turn.size) if at + first >= start
+            ]
         found: list[tuple[MediaItem, list[tuple[int, int]]]] = []
         begun: dict[int, list[tuple[int, int]]] = {}
-        for item, start, stop in self.media_spans():
-            spans = begun.get(id(item))
-            if spans is None:
-                spans = begun[id(item)] = []
-                found.append((item, spans))
-            spans.append((start, stop))
-            if len(spans) == len(item.spans):  # the same object may be in a later turn too
+        for item, first, last in spans:
+            of_item = begun.get(id(item))
+            if of_item is None:
+                of_item = begun[id(item)] = []
+                found.append((item, of_item))
+            of_item.append((first, last))
+            if len(of_item) == len(item.spans):  # the same object may be in a later turn too
                 del begun[id(item)]
         return found
+
+    def check_reply(self, token_ids: TokenIds, limit: int | None = None) -> None:
+        """Whether these can be generated behind it. ``limit``: of all tokens. Raises OutOfRange, PositionError, LimitExceeded."""
+        stop = self.stop + len(token_bytes(token_ids)) // TOKEN_BYTES
+        if limit is not None and stop > limit:
+            raise LimitExceeded(f"{stop} tokens with the reply; {limit} are allowed", value=stop, limit=limit)
+        self.node.scheme.decode(self.state, token_ids)
 
     def committed(self, session: Session) -> Node:
         """The node that it ends with, made of what is not in the tree yet. Raises what truncate and append raise."""
@@ -156,5 +170,15 @@ class Prompt:
             node = session.append(node, token_array(turn.data), media=turn.media)
         return node
 
+    @property
+    def has_media(self) -> bool:
+        """Whether an item stands in it."""
+        if any(turn.media for turn in self._turns):
+            return True
+        at = deepest_from(self.node, self.kept - 1)._with_media if self.kept else None
+        while at is not None and at.start + at.media[0].spans[0][0] >= self.kept:
+            at = None if at.parent is None else at.parent._with_media
+        return at is not None
+
     def _state_behind_kept(self) -> PositionState:
-        return Prompt.of(self.node, self.kept).state
+        return PendingPrompt.of(self.node, self.kept).state

@@ -14,7 +14,7 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -59,7 +59,9 @@ def can_run() -> bool:
     return installed() == RELEASE and all(importlib.util.find_spec(name) for name in ("cachetools", "cbor2", "msgspec"))
 
 
-needs_vllm = pytest.mark.skipif(not can_run(), reason=f"vllm {RELEASE} and what it hashes with are not installed (vllm: {installed()})")
+needs_vllm = pytest.mark.skipif(
+    not can_run(), reason=f"vllm {RELEASE} and what it hashes with are not installed (vllm: {installed()})"
+)
 
 
 def load(name: str) -> Any:
@@ -103,7 +105,7 @@ class _Anything:
 
 
 class _StubModule(ModuleType):
-    __path__: Sequence[str] = ()
+    __path__: MutableSequence[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -14,7 +14,7 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Iterator, MutableSequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -22,7 +22,7 @@ from typing import Any, Final
 from unittest.mock import MagicMock
 
 import pytest
-import transformers  # noqa: F401  # before any stub: it looks for packages once, at its import
+from transformers.utils import is_torchvision_available
 
 RELEASE: Final = "0.33.0"
 #: Packages that vLLM imports and that may be missing; those that are here are used.
@@ -32,19 +32,25 @@ STUBBED: Final = frozenset(
         "blake3",
         "cloudpickle",
         "cpuinfo",
+        "cv2",
+        "einops",
         "fastapi",
         "openai",
         "openai_harmony",
         "partial_json_parser",
         "prometheus_client",
         "psutil",
+        "pybase64",
+        "torchvision",
         "uvloop",
         "xgrammar",
         "zmq",
     }
 )
 #: Parts of vLLM that are not loaded.
-LEFT_OUT: Final = ("vllm.v1.structured_output",)
+LEFT_OUT: Final = ("vllm.v1.structured_output", "vllm.model_executor.layers.quantization.compressed_tensors")
+
+is_torchvision_available()  # remembered from here on: a stub is not it
 
 
 def installed() -> str | None:
@@ -105,7 +111,9 @@ class _Anything:
 
 
 class _StubModule(ModuleType):
-    __path__: MutableSequence[str] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []  # what makes it a package
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

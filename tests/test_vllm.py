@@ -40,7 +40,7 @@ from tests.vllm_sessions import (
 )
 
 pytestmark = needs_vllm
-EXAMPLES = settings(max_examples=200 if SOAK else 12)
+EXAMPLES = settings(max_examples=400 if SOAK else 40)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,8 +1,8 @@
 """vLLM's own Python code in tests, on a machine that has neither its kernels nor its web server.
 
 The Makefile installs the release named here without dependencies and with nothing compiled. :func:`load` imports a module of it as
-it is. What that module asks for on its way in and no test uses is a stub: packages that are not installed, and vLLM's grammar
-backends, which need most of them. Every class and function that tests get is vLLM's.
+it is. What that module asks for on its way in and no test uses is a stub: packages that are not installed, and the two parts of
+vLLM that need most of them. Every class and function that tests get is vLLM's.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ STUBBED: Final = frozenset(
         "zmq",
     }
 )
-#: Parts of vLLM that are not loaded.
-LEFT_OUT: Final = ("vllm.v1.structured_output", "vllm.model_executor.layers.quantization.compressed_tensors")
+#: A package of vLLM that is not loaded, and one of which only modules are.
+LEFT_OUT: Final = "vllm.model_executor.layers.quantization.compressed_tensors"
+HOLLOW: Final = "vllm.v1.structured_output"
 
 is_torchvision_available()  # remembered from here on: a stub is not it
 
@@ -114,6 +115,10 @@ class _StubModule(ModuleType):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.__path__ = []  # what makes it a package
+        if name == HOLLOW:
+            package = importlib.util.find_spec("vllm")
+            assert package is not None and package.submodule_search_locations is not None
+            self.__path__ = [os.path.join(*package.submodule_search_locations, *name.split(".")[1:])]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -128,7 +133,7 @@ class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.missing = {name for name in STUBBED if name not in sys.modules and importlib.util.find_spec(name) is None}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name.partition(".")[0] in self.missing or any(f"{name}.".startswith(f"{part}.") for part in LEFT_OUT):
+        if name.partition(".")[0] in self.missing or name == HOLLOW or f"{name}.".startswith(f"{LEFT_OUT}."):
             return ModuleSpec(name, self, is_package=True)
         return None
 

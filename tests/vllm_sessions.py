@@ -273,7 +273,9 @@ def expanded_by_vllm(family: str, prompt: Any, kwargs: Any, items: Sequence[Medi
         (getattr(models, f"{info}ProcessingInfo"),),
         {
             "__init__": lambda self: None,
-            "ctx": SimpleNamespace(get_mm_config=lambda: SimpleNamespace(get_video_pruning_spec=lambda: None)),
+            "ctx": SimpleNamespace(
+                get_mm_config=lambda: SimpleNamespace(get_video_pruning_spec=lambda: None, video_pruning_rate=None)
+            ),
             "get_hf_processor": lambda self, **_: hf_processor,
             "get_image_processor": lambda self, **_: SimpleNamespace(merge_size=2),
             "get_tokenizer": lambda self: _Tokenizer(),

@@ -297,6 +297,20 @@ def test_c72_another_image_or_another_offset_is_another_block_and_text_before_is
     assert not set(one[1:]) & set(shifted[1:])
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@EXAMPLES
+@given(data=st.data())
+def test_page_hashes_of_a_node_are_those_of_the_request_that_vllm_gets(family: str, data: st.DataObject) -> None:
+    page_hashes: Any = pytest.importorskip("engine_bridge.page_hashes").page_hashes
+    script = data.draw(scripts(family))
+    store, node = script.build(random.Random(data.draw(st.integers(0, 2**32))), noise=False, namespace={"cache_salt": "x"})
+    name = data.draw(st.sampled_from(["sha256", "sha256_cbor"]))
+    size = data.draw(st.sampled_from([1, 4, 16]))
+    theirs = block_hashes(to_vllm(node), name, size)
+    assert [bytes(page) for page in page_hashes(node, f"vllm_{name}", page_size=size, mode="as_replayed")] == theirs
+    store.close()
+
+
 # --- D39 ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -366,7 +380,7 @@ def test_c52_the_next_prompt_with_and_without_the_last_sampled_token() -> None:
         a1 = session.append(session.root, [1, 2, 3])
         a2 = session.append(reply(session, a1, [4], tail_policy=policy), [11])
         assert to_vllm(a2)["prompt_token_ids"] == to_vllm_prompt(a2)["prompt_token_ids"] == path
-        dropped = {"tail_policy": "drop_last"}
+        dropped: Any = {"tail_policy": "drop_last"}
         assert to_vllm(a2, **dropped)["prompt_token_ids"] == to_vllm_prompt(a2, **dropped)["prompt_token_ids"] == [1, 2, 3, 11]
         if kept == "drop_last":
             with pytest.raises(Unsupported):

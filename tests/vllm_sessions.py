@@ -51,13 +51,15 @@ PARAMS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_omni": {**OMNI_IDS, "position_id_per_seconds": 13},
 }
 FAMILIES = tuple(PARAMS)
-MODALITIES = {family: ("image", "video", "audio") if "omni" in family else ("image", "video") for family in FAMILIES}
-MODALITIES["paddleocr_vl"] = ("image",)
+MODALITIES: Mapping[str, tuple[str, ...]] = {
+    family: ("image",) if family == "paddleocr_vl" else ("image", "video", "audio") if "omni" in family else ("image", "video")
+    for family in FAMILIES
+}
 COMPACT_IDS = {"ernie4_5_vl": {"image": ONE_IMAGE, "video": ONE_VIDEO}}
 
 
-def rule(family: str, engine: str = "vllm") -> PositionScheme:
-    return scheme(f"{family}@{engine}", **PARAMS[family])
+def rule(family: str) -> PositionScheme:
+    return scheme(f"{family}@vllm", **PARAMS[family])
 
 
 def encode(text: str) -> list[int]:
@@ -159,16 +161,16 @@ class Script:
         return History(self.family, "", PARAMS[self.family], tokens, tuple(self.items), (), {})
 
     def build(
-        self, rng: random.Random | None = None, *, engine: str = "vllm", namespace: Any = None, features: bool = False
+        self, rng: random.Random | None = None, *, namespace: Any = None, features: bool = False, noise: bool = True
     ) -> tuple[SessionStore, Node]:
-        """A store, and the last node of this history. With ``rng`` turns end anywhere, and ids at placeholders are anything."""
+        """A store, and the last node of this history. With ``rng`` turns end anywhere; with ``noise`` ids in spans are anything too."""
         store = SessionStore.in_memory()
-        session = store.create("s", scheme=rule(self.family, engine), namespace=namespace)
+        session = store.create("s", scheme=rule(self.family), namespace=namespace)
         node = session.root
         history = self.history()
         for turn in without_leading_empties(split(history, random_cuts(rng, history) if rng else ())):
             tokens = list(turn.tokens)
-            if rng:
+            if rng and noise:
                 for offset, length in (span for item in turn.media for span in item.spans):
                     tokens[offset : offset + length] = [rng.randrange(3000, 4000) for _ in range(length)]
             node = session.append(node, tokens, media=turn.media)

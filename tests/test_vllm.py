@@ -301,9 +301,11 @@ def test_c72_another_image_or_another_offset_is_another_block_and_text_before_is
 @EXAMPLES
 @given(data=st.data())
 def test_page_hashes_of_a_node_are_those_of_the_request_that_vllm_gets(family: str, data: st.DataObject) -> None:
+    """Videos of frames in one turn: pages go turn by turn, and find only there what vLLM's range has around its frames."""
     page_hashes: Any = pytest.importorskip("engine_bridge.page_hashes").page_hashes
     script = data.draw(scripts(family))
-    store, node = script.build(random.Random(data.draw(st.integers(0, 2**32))), noise=False, namespace={"cache_salt": "x"})
+    rng = None if family in ("qwen3_vl", "glm4v") else random.Random(data.draw(st.integers(0, 2**32)))
+    store, node = script.build(rng, noise=False, namespace={"cache_salt": "x"})
     name = data.draw(st.sampled_from(["sha256", "sha256_cbor"]))
     size = data.draw(st.sampled_from([1, 4, 16]))
     theirs = block_hashes(to_vllm(node), name, size)

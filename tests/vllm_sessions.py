@@ -163,7 +163,7 @@ class Script:
     def build(
         self, rng: random.Random | None = None, *, namespace: Any = None, features: bool = False, noise: bool = True
     ) -> tuple[SessionStore, Node]:
-        """A store, and the last node of this history. With ``rng`` turns end anywhere; with ``noise``, too, ids in spans are others."""
+        """A store, and the last node of this history. With ``rng`` turns end anywhere; with ``noise`` ids in spans differ."""
         store = SessionStore.in_memory()
         session = store.create("s", scheme=rule(self.family), namespace=namespace)
         node = session.root

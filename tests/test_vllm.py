@@ -28,6 +28,7 @@ from tests.vllm_sessions import (
     IMAGE,
     MODALITIES,
     ONE_IMAGE,
+    ONE_VIDEO,
     VIDEO,
     VISION_END,
     Script,
@@ -259,9 +260,8 @@ def test_c56_what_the_table_says_is_set_is_set_and_nothing_else() -> None:
         ("PlaceholderRange", vars(given_["mm_placeholders"]["video"][0])),
     ):
         assert set(made) == {field for field, what in FIELDS[name].items() if what == "set"}, name
-    # The salt reaches the output on every path: as a draft, after a fork, after a replay into another session.
     fork = plain.fork(session, text, "fork")
-    assert to_vllm(fork.append(text, [6]))["cache_salt"] == "x"
+    assert to_vllm(fork.append(text, [6]))["cache_salt"] == "x", "in a fork too"
     store.close()
 
 
@@ -593,6 +593,9 @@ def test_ernie_needs_the_id_of_one_item() -> None:
         to_vllm_prompt(node)
     with pytest.raises(Unsupported, match="apart"):
         to_vllm_prompt(node, compact_ids={"image": ONE_IMAGE, "video": ONE_IMAGE})
+    wrong: Any = {"image": "22", "video": ONE_VIDEO}
+    with pytest.raises(TypeError):
+        to_vllm_prompt(node, compact_ids=wrong)
     assert to_vllm_prompt(node, compact_ids=COMPACT_IDS["ernie4_5_vl"])["prompt_token_ids"] == script.compact
 
 

@@ -20,6 +20,7 @@ from engine_bridge.vllm_ranges import VLLMRange, placeholder_name, token_id, vll
 from sessiontree import Draft, Features, MediaItem, NeedsMedia, Node, OutOfRange, Unsupported
 from sessiontree.details import TailPolicy
 from sessiontree.positions.runs import is_external
+from sessiontree.tokens import as_index
 
 EngineInput = dict[str, Any]  # vLLM's TypedDicts: TokensInput and MultiModalInput
 TokensPrompt = dict[str, Any]
@@ -147,7 +148,6 @@ def to_vllm_prompt(
 
     prompt, ranges = _checked(node, 0, tail_policy, paired_calls)
     ids = _written(prompt, ranges)
-    scheme = node.scheme
     compact = {placed.item.modality: _compact_id(node, placed.item, compact_ids or {}) for placed in ranges}
     if len(set(compact.values())) < len(compact):
         raise Unsupported(f"vLLM tells items of a prompt apart by their ids, and {compact} are not apart", item=ranges[0].item)
@@ -156,9 +156,8 @@ def to_vllm_prompt(
     at = length = 0
     for placed in ranges:
         _check_timestamps(ids, placed, timestamp_ids)
-        around = (
-            1 if placed.texts and scheme.family == "glm4v" else 0
-        )  # begin_of_video and end_of_video are part of what is expanded
+        # The range of a GLM-4V video begins and ends with begin_of_video and end_of_video, which stand in a prompt too.
+        around = int(bool(placed.texts) and node.scheme.family == "glm4v")
         pieces += (ids[at : placed.start + around], [compact[placed.item.modality]])
         length += placed.start + around - at
         stands.append(length)
@@ -231,7 +230,7 @@ def _mask(placed: VLLMRange) -> torch.Tensor | None:
 
 def _compact_id(node: Node | Draft, item: MediaItem, given: Mapping[str, int]) -> int:
     if item.modality in given:
-        return int(given[item.modality])
+        return as_index(given[item.modality], "compact_ids")
     if node.scheme.family == "ernie4_5_vl":
         raise Unsupported(f"{item}: vLLM's prompts have an id of their own for one {item.modality}; give compact_ids", item=item)
     return token_id(node.scheme, f"{item.modality}_token_id", item)

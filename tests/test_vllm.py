@@ -336,6 +336,27 @@ def test_d39_compact_and_expanded_sessions_are_the_same_to_vllm(data: st.DataObj
             expand(rules, full, media)
 
 
+def test_d39_sglang_and_vllm_get_the_same_ids_from_either_form() -> None:
+    sglang: Any = pytest.importorskip("engine_bridge.adapters.sglang")
+    engines: Any = pytest.importorskip("tests.sglang_engine")
+    if not engines.can_run():
+        pytest.skip("sglang is not installed")
+    engines.engine("sglang.srt.managers.io_struct")
+    script = Script("qwen2_5_vl")
+    script.say(100)
+    script.show("image", "a")
+    script.show("video", "bb", frames=2)
+    rules = rule("qwen2_5_vl")
+    session = SessionStore.in_memory().create("s", scheme=rules)
+    full, media = expand(rules, *compact(script.tokens, script.items))
+    for ids, items in ((script.tokens, script.items), (full, media)):
+        node = session.append(session.root, ids, media=items)
+        theirs = sglang.to_sglang(node)
+        assert list(theirs.input_ids) == to_vllm(node)["prompt_token_ids"] == script.tokens
+        offsets = [(offset, offset + length - 1) for _, _, offset, length, _ in placed(to_vllm(node))]
+        assert [item.offsets for item in theirs.mm_inputs.mm_items] == [[span] for span in offsets], "SGLang's ends are inclusive"
+
+
 # --- D40 ----------------------------------------------------------------------------------------------------------------------
 
 

@@ -339,8 +339,8 @@ def test_d39_compact_and_expanded_sessions_are_the_same_to_vllm(data: st.DataObj
 def test_d39_sglang_and_vllm_get_the_same_ids_from_either_form() -> None:
     sglang: Any = pytest.importorskip("engine_bridge.adapters.sglang")
     engines: Any = pytest.importorskip("tests.sglang_engine")
-    if not engines.can_run():
-        pytest.skip("sglang is not installed")
+    if (reason := engines.missing()) is not None:
+        pytest.skip(reason)
     engines.engine("sglang.srt.managers.io_struct")
     script = Script("qwen2_5_vl")
     script.say(100)

@@ -73,7 +73,7 @@ def vllm_ranges(scheme: PositionScheme, input_ids: NDArray[np.int32], media: Seq
         before = ranges[-1].stop if ranges else 0
         after = media[number + 1].spans[0][0] if number + 1 < len(media) else len(input_ids)
         if item.modality == "video" and scheme.family == "qwen3_vl":
-            ranges.append(_qwen3_video(scheme, input_ids, placed, before, after))
+            ranges.append(_qwen3_video(scheme, input_ids, placed, before))
         elif item.modality == "video" and scheme.family == "glm4v":
             ranges.append(_glm_video(scheme, input_ids, placed, before, after))
         else:
@@ -101,7 +101,7 @@ def token_id(scheme: PositionScheme, name: str, item: MediaItem) -> int:
     return int(value)
 
 
-def _qwen3_video(scheme: PositionScheme, ids: NDArray[np.int32], placed: PlacedItem, before: int, after: int) -> VLLMRange:
+def _qwen3_video(scheme: PositionScheme, ids: NDArray[np.int32], placed: PlacedItem, before: int) -> VLLMRange:
     """Timestamp, vision_start, placeholders, vision_end for each frame, behind a vision_start of the whole video."""
     item = placed.item
     start, end = (token_id(scheme, name, item) for name in ("vision_start_token_id", "vision_end_token_id"))

@@ -30,6 +30,8 @@ from tests.vllm_sessions import (
     ONE_IMAGE,
     ONE_VIDEO,
     VIDEO,
+    VIDEO_END,
+    VIDEO_START,
     VISION_END,
     Script,
     expanded_by_vllm,
@@ -567,6 +569,20 @@ def test_frames_that_stand_otherwise_than_vllm_writes_them_are_refused(family: s
         to_vllm(node)
     assert caught.value.item == script.items[0]
     store.close()
+
+
+@pytest.mark.parametrize(("family", "marker"), [("qwen3_vl", VISION_START), ("glm4v", VIDEO_START), ("glm4v", VIDEO_END)])
+def test_markers_that_are_text_belong_to_no_video(family: str, marker: int) -> None:
+    script = Script(family)
+    script.say(100, marker, 101)
+    script.show("video", "a", frames=2)
+    script.say(102, marker, 103)
+    _, node = script.build()
+    given_, prompt = to_vllm(node), to_vllm_prompt(node, **options(family))
+    (start, stop), (_, _, offset, length, _) = script.ranges[0], placed(given_)[0]
+    assert (offset, offset + length) == (start, stop)
+    assert prompt["prompt_token_ids"] == script.compact
+    assert expanded(script, prompt) == (script.tokens, placed(given_))
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "glm4v"])

@@ -33,6 +33,7 @@ from tests.vllm_sessions import (
     VIDEO_END,
     VIDEO_START,
     VISION_END,
+    VISION_START,
     Script,
     expanded_by_vllm,
     features_of,

@@ -2,6 +2,7 @@
 
 from engine_bridge.adapters.sglang import to_sglang
 from engine_bridge.adapters.transformers import to_transformers
+from engine_bridge.adapters.vllm import to_vllm, to_vllm_prompt
 from engine_bridge.page_hashes import PageHashes, page_hashes
 from engine_bridge.request import RequestInputs, request_inputs
 from engine_bridge.rows import BatchSpan
@@ -18,4 +19,6 @@ __all__ = [
     "request_inputs",
     "to_sglang",
     "to_transformers",
+    "to_vllm",
+    "to_vllm_prompt",
 ]

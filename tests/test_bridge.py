@@ -421,5 +421,3 @@ def test_one_request_may_come_as_a_sequence() -> None:
         one, listed = to_transformers(holder), to_transformers([holder])
         assert one.keys() == listed.keys()
         assert all(torch.equal(one[name], listed[name]) for name in one)
-    with pytest.raises(Unsupported):
-        to_transformers([node, draft])

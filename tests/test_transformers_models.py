@@ -196,9 +196,8 @@ def test_a_padded_batch_goes_on(lab: Lab, nodes: dict[str, Node], wholes: dict[s
     order = ("second", "text", "branch", "mixed")
     held = [nodes[name] for name in order]
     inputs, cache = None, lab.cache()
-    bounds = [[0] * 4, [2, 1, 11, 7], [11, 4, 14, 7], [None] * 4]
-    if lab.family == "qwen3_vl":
-        bounds[1][3] = bounds[2][3] = 9
+    behind_clip = 9 if lab.family == "qwen3_vl" else 7
+    bounds: list[Any] = [[0] * 4, [2, 1, 11, behind_clip], [11, 4, 14, behind_clip], [None] * 4]
     found: list[list[torch.Tensor]] = [[] for _ in order]
     for starts, stops in pairwise(bounds):
         mask = None if inputs is None else inputs["attention_mask"]
@@ -347,18 +346,19 @@ def test_every_family_runs_as_its_own_model_does(family: str) -> None:
     assert apart(wrong, wholes[2]) > FAR
 
     cache, found = DynamicCache(config=bench.model.config), []
-    cuts = (0, 2, bench.first.stop - 1, bench.first.stop + 1, None)
+    cuts: tuple[Any, ...] = (0, 2, bench.first.stop - 1, bench.first.stop + 1, None)
     for start, stop in pairwise(cuts):
-        found += bench.run(to_transformers(bench.second, start, stop=stop), cache=cache, use_cache=True)  # type: ignore[arg-type]
+        found += bench.run(to_transformers(bench.second, start, stop=stop), cache=cache, use_cache=True)
     assert apart(torch.cat(found), wholes[0]) < BAR
 
-    for padding in ("left", "right", "packed"):
+    paddings: tuple[Any, ...] = ("left", "right", "packed")
+    for padding in paddings:
         reason = getattr(adapter._FAMILIES[family], "packed" if padding == "packed" else "padded")
         if reason:
             with pytest.raises(Unsupported, match=reason):
-                to_transformers(requests, padding=padding)  # type: ignore[arg-type]
+                to_transformers(requests, padding=padding)
             continue
-        for logits, whole in zip(bench.run(to_transformers(requests, padding=padding)), wholes, strict=True):  # type: ignore[arg-type]
+        for logits, whole in zip(bench.run(to_transformers(requests, padding=padding)), wholes, strict=True):
             assert apart(logits, whole) < BAR, padding
 
 
@@ -394,8 +394,9 @@ def test_audio(family: str) -> None:
         "feature_attention_mask": torch.ones((1, 30), dtype=torch.int64),
     }
     whole = bench.whole(node, **sound)
-    for padding in ("left", "packed"):
-        inputs = to_transformers([text, node], mode="as_replayed", padding=padding)  # type: ignore[arg-type]
+    paddings: tuple[Any, ...] = ("left", "packed")
+    for padding in paddings:
+        inputs = to_transformers([text, node], mode="as_replayed", padding=padding)
         _, found = bench.run(inputs, **sound)
         assert apart(found, whole) < BAR, padding
     assert [item.modality for item in inputs.rows[1].items] == ["audio", "image"]

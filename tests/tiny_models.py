@@ -37,7 +37,12 @@ MARKERS: Final = {
     "slice_end_id": SLICE_END,
     "newline_id": NEWLINE,
 }
-OMNI: Final = {"audio_token_id": AUDIO, "vision_start_token_id": START, "audio_start_token_id": VIDEO_START}
+OMNI: Final = {
+    "audio_token_id": AUDIO,
+    "vision_start_token_id": START,
+    "audio_start_token_id": VIDEO_START,
+    "position_id_per_seconds": 25,
+}
 
 
 def text_config(*sections: int, **more: Any) -> dict[str, Any]:
@@ -215,15 +220,17 @@ _PARAMS: Final[Mapping[str, Mapping[str, Any]]] = {
     "qwen3_vl": {"vision_start_token_id": START},
     "ernie4_5_vl": DELIMITERS,
     "minicpmv4_7": MARKERS,
-    "qwen2_5_omni": {**OMNI, "position_id_per_seconds": 25},
-    "qwen3_omni": {**OMNI, "position_id_per_seconds": 13},
+    "qwen2_5_omni": OMNI,
+    "qwen3_omni": OMNI,
 }
 
 
 def tiny_scheme(family: str, rule: str = "hf5") -> PositionScheme:
     """The scheme of a tiny model."""
-    ids = {"image_token_id": IMAGE} if family == "hunyuan_vl" else IDS
-    return scheme(f"{family}@{rule}", **ids, **_PARAMS.get(family, {}))
+    params = {**IDS, **_PARAMS.get(family, {})}
+    if family == "hunyuan_vl":
+        del params["video_token_id"]
+    return scheme(f"{family}@{rule}", **params)
 
 
 @cache

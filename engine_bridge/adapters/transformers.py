@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sessiontree import Draft, FinishRefused, MediaItem, Node, OutOfRange, Unsupported
-from sessiontree.node import clipped_spans
+from engine_bridge.policies import Prompt, prompt_of
+from sessiontree import Draft, MediaItem, Node, OutOfRange, Unsupported
+from sessiontree.details import TailPolicy
 from sessiontree.positions import Mode, PositionScheme
 from sessiontree.tokens import MAX_TOKEN_ID, in_range, window
 
@@ -84,7 +85,7 @@ class BatchRow(NamedTuple):
     stop: int
     window: tuple[int, int]
     items: tuple[MediaItem, ...]
-    dropped: int
+    dropped: tuple[int, ...]
 
 
 class TransformersInputs(dict[str, Any]):
@@ -110,7 +111,8 @@ def to_transformers(
     padding: Padding = "left",
     pad_token_id: int = 0,
     cache_mask: torch.Tensor | None = None,
-    tail_policy: Literal["keep", "drop_last"] = "keep",
+    tail_policy: TailPolicy | None = None,
+    paired_calls: bool = False,
 ) -> TransformersInputs:
     """Keyword arguments of a model's forward for a window ``[prefix_len, stop)`` of each path: B requests, at most T tokens each.
 
@@ -147,8 +149,8 @@ def to_transformers(
     pad_token_id = in_range(pad_token_id, MAX_TOKEN_ID, "pad_token_id", "a batch")
     starts, stops = _one_each(prefix_len, count, "prefix_len"), _one_each(stop, count, "stop")
     windows = [
-        _Window.of(holder, scheme, start, end, mode, tail_policy, f"prefix_len[{row}]" if count > 1 else "prefix_len")
-        for row, (holder, start, end) in enumerate(zip(holders, starts, stops, strict=True))
+        _Window.of(prompt_of(holder, start, tail_policy=tail_policy, paired_calls=paired_calls), scheme, end, mode)
+        for holder, start, end in zip(holders, starts, stops, strict=True)
     ]
     if padding == "packed":
         if cache_mask is not None:
@@ -201,7 +203,7 @@ class _Window:
 
     start: int
     stop: int
-    dropped: int
+    dropped: tuple[int, ...]
     input_ids: NDArray[np.int64]
     positions: NDArray[Any]
     types: NDArray[np.int64]
@@ -215,69 +217,37 @@ class _Window:
         return BatchRow(row, start, start + len(self), (self.start, self.stop), self.items, self.dropped)
 
     @classmethod
-    def of(
-        cls, holder: Node | Draft, scheme: PositionScheme, start: Any, stop: Any, mode: Mode, tail_policy: str, what: str
-    ) -> _Window:
-        end = holder.stop - _sampled_tail(holder, tail_policy)
-        start, stop = window(start, stop, end, what)
-        positions = holder.positions(start, stop, mode)
-        ids = holder.input_ids(start, stop).astype(np.int64)
-        types = np.zeros(len(ids), np.int64)
-        items, text = _place(holder, scheme, start, stop, ids, types)
+    def of(cls, prompt: Prompt, scheme: PositionScheme, stop: Any, mode: Mode) -> _Window:
+        start, stop = window(prompt.prefix_len, stop, prompt.prefix_len + len(prompt.input_ids), "prefix_len")
+        count = stop - start
+        ids, types, text = prompt.input_ids[:count].astype(np.int64), np.zeros(count, np.int64), np.ones(count, np.bool_)
+        items = []
+        for item, spans in prompt.media:
+            if spans[0][0] >= count:
+                break
+            if spans[-1][1] > count:
+                raise Unsupported(
+                    f"the window [{start}, {stop}) of {prompt.source!r} ends inside {item}; transformers takes an item whole",
+                    item=item,
+                    node=prompt.source,
+                    prefix_len=start,
+                )
+            items.append(item)
+            placeholder = _placeholder(scheme, item)
+            for begin, end in spans:
+                ids[begin:end], types[begin:end], text[begin:end] = placeholder, _TOKEN_TYPES.get(item.modality, 0), False
         _refuse_strays(scheme, ids, text, start)
+        positions = np.broadcast_to(prompt.positions(mode)[:, :count], (scheme.num_axes, count))
         return cls(
             start,
             stop,
-            holder.stop - end,
+            prompt.dropped,
             ids,
-            np.broadcast_to(positions, (scheme.num_axes, len(ids))).astype(np.int64 if scheme.dtype.kind == "i" else np.float32),
+            positions.astype(np.int64 if scheme.dtype.kind == "i" else np.float32),
             types,
             _routes(scheme, ids, types),
-            items,
+            tuple(items),
         )
-
-
-def _sampled_tail(holder: Node | Draft, tail_policy: str) -> int:
-    """How many tokens at the end of a path ``tail_policy`` leaves out."""
-    if tail_policy not in ("keep", "drop_last"):
-        raise FinishRefused(f"no tail policy {tail_policy!r}; keep or drop_last", tail_policy=tail_policy)
-    left_out = isinstance(holder, Node) and holder.tail_policy == "drop_last"  # when it was committed
-    return int(tail_policy == "drop_last" and holder.origin == "generated" and len(holder) > 0 and not left_out)
-
-
-def _place(
-    holder: Node | Draft, scheme: PositionScheme, start: int, stop: int, ids: NDArray[np.int64], types: NDArray[np.int64]
-) -> tuple[tuple[MediaItem, ...], NDArray[np.bool_]]:
-    """Write placeholders and their types into a window's ``ids`` and ``types``; the items in it, and which tokens are in none."""
-    committed = holder if isinstance(holder, Node) else holder.parent
-    spans = clipped_spans(committed, min(start, committed.stop), min(stop, committed.stop))
-    items: list[MediaItem] = []
-    text = np.ones(len(ids), np.bool_)
-    seen = 0  # placeholders of the item the spans are in
-    for item, begin, end, first in spans:
-        if first != seen:
-            raise Unsupported(
-                f"the window from {start} on begins inside {item}; transformers takes an item whole",
-                item=item,
-                node=holder,
-                prefix_len=start,
-            )
-        if not first:
-            items.append(item)
-        seen = first + end - begin
-        if seen == item.placeholders_before + item.num_placeholders and not item.unfinished:
-            seen = 0
-        ids[begin - start : end - start] = _placeholder(scheme, item)
-        types[begin - start : end - start] = _TOKEN_TYPES.get(item.modality, 0)
-        text[begin - start : end - start] = False
-    if seen:
-        raise Unsupported(
-            f"the window of {holder!r} to {stop} ends inside {items[-1]}; transformers takes an item whole",
-            item=items[-1],
-            node=holder,
-            prefix_len=start,
-        )
-    return tuple(items), text
 
 
 def _placeholder(scheme: PositionScheme, item: MediaItem) -> int:
@@ -331,7 +301,7 @@ def _cached(windows: Sequence[_Window], cache_mask: Any) -> NDArray[np.int64]:
             raise Unsupported(
                 f"cached prefixes of {min(prefixes)} to {max(prefixes)} tokens: a cache of transformers has one length for all its "
                 "rows; cache_mask has to say which columns of it are real",
-                prefix_len=prefixes,
+                prefix_len=max(prefixes),
             )
         return np.ones((len(windows), prefixes[0]), np.int64)
     if not isinstance(cache_mask, torch.Tensor):

@@ -313,6 +313,7 @@ def test_unequal_prefixes_need_to_be_told_where_they_are() -> None:
         (mask.flip(0), OutOfRange),
         (mask[:, :4], OutOfRange),
         (mask.numpy(), TypeError),
+        (mask.float(), TypeError),
         ([[1] * 5, [1] * 4], TypeError),
     ]
     for each, error in wrong:
@@ -354,7 +355,7 @@ def test_packed_paths_are_whole() -> None:
         ({"prefix_len": 6, "stop": [7, 1]}, OutOfRange),
         ({"stop": 1.0}, TypeError),
         ({"padding": "middle"}, Unsupported),
-        ({"padding": None}, Unsupported),
+        ({"padding": None}, TypeError),
         ({"pad_token_id": -1}, OutOfRange),
         ({"pad_token_id": "0"}, TypeError),
         ({"pad_token_id": IMAGE_PAD, "stop": [7, 1]}, Unsupported),

@@ -6,6 +6,9 @@ The full forward is transformers' alone: the whole history at once, at positions
 from __future__ import annotations
 
 import copy
+import inspect
+import os
+import random
 from collections.abc import Sequence
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,8 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
-from transformers import DynamicCache, Qwen2VLImageProcessorPil
+from torch.nn.functional import scaled_dot_product_attention as attention
+from transformers import AttentionInterface, DynamicCache, Qwen2VLImageProcessorPil
+from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.models.ernie4_5_vl_moe.processing_ernie4_5_vl_moe import Ernie4_5_VLMoeProcessor
 
 from engine_bridge import to_transformers
@@ -39,6 +46,8 @@ from tests.tiny_models import (
     tiny_text_model,
 )
 
+SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
+SCHEDULES = settings(max_examples=300 if SOAK else 25, deadline=None, suppress_health_check=list(HealthCheck))
 BAR = 1e-5
 FAR = 1e-2  # what wrong inputs change at least
 QWEN = ("qwen2_5_vl", "qwen3_vl")
@@ -252,14 +261,14 @@ def packed_forms(inputs: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_packed_sequences_do_not_see_each_other(
-    lab: Lab, nodes: dict[str, Node], wholes: dict[str, torch.Tensor], attention: str
+    lab: Lab, nodes: dict[str, Node], wholes: dict[str, torch.Tensor], implementation: str
 ) -> None:
     """What comes first changes nothing behind it; with anything less than the packed form it does."""
     inputs = to_transformers([nodes["branch"], nodes["second"]], padding="packed")
     other = to_transformers([nodes["mixed"], nodes["second"]], padding="packed")
-    lab.model.set_attn_implementation(attention)
+    lab.model.set_attn_implementation(implementation)
     try:
         for name, given in packed_forms(inputs).items():
             rows = adapter.TransformersInputs(given, inputs.rows)
@@ -270,6 +279,37 @@ def test_packed_sequences_do_not_see_each_other(
                 assert apart(second, wholes["second"]) > FAR, name
         _, second = lab.run(other)
         assert apart(second, wholes["second"]) < BAR
+    finally:
+        lab.model.set_attn_implementation("sdpa")
+
+
+def by_lengths(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **more: Any
+) -> tuple[torch.Tensor, None]:
+    """Attention that knows no mask and no position, only ``cu_seq_lens``, as a kernel of variable length does."""
+    assert attention_mask is None
+    groups = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    if "cu_seq_lens_q" not in more:  # a vision tower, which cuts its sequences itself
+        return attention(query, key, value).transpose(1, 2), None
+    bounds = more["cu_seq_lens_q"].tolist()
+    assert more["cu_seq_lens_k"].tolist() == bounds
+    assert more["max_length_q"] == more["max_length_k"] == max(stop - start for start, stop in pairwise(bounds))
+    pieces = [
+        attention(query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop], is_causal=True)
+        for start, stop in pairwise(bounds)
+    ]
+    return torch.cat(pieces, dim=2).transpose(1, 2), None
+
+
+def test_packed_lengths_alone_keep_sequences_apart(lab: Lab, nodes: dict[str, Node], wholes: dict[str, torch.Tensor]) -> None:
+    AttentionInterface.register("by_lengths", by_lengths)
+    lab.model.set_attn_implementation("by_lengths")
+    try:
+        order = ("mixed", "text", "second", "branch")
+        inputs = to_transformers([nodes[name] for name in order], padding="packed")
+        for name, logits in zip(order, lab.run(inputs), strict=True):
+            assert apart(logits, wholes[name]) < BAR, name
     finally:
         lab.model.set_attn_implementation("sdpa")
 
@@ -295,6 +335,62 @@ def test_the_model_tells_inputs_apart(lab: Lab, nodes: dict[str, Node], wholes: 
         items = swapped[0].items
         logits = lab.model(**inputs, **lab.pixel_inputs(items)).logits
     assert apart(logits[0], wholes["second"]) > FAR
+
+
+# --- every schedule -------------------------------------------------------------------------------------------------------
+
+
+def cuttable(node: Node) -> list[int]:
+    """Where a window may begin or end: outside items."""
+    inside: set[int] = set()
+    spans = node.media_spans()
+    for item, _, _ in spans:
+        stands = [(start, stop) for other, start, stop in spans if other is item]
+        inside |= set(range(stands[0][0] + 1, stands[-1][1]))
+    return [at for at in range(node.stop + 1) if at not in inside]
+
+
+@SCHEDULES
+@given(rng=st.integers(0, 2**32).map(random.Random))
+def test_any_schedule_of_any_forest(lab: Lab, rng: random.Random) -> None:
+    """Random trees; their requests in one cache, window by window, padded on either side; and packed."""
+    colours, sizes = ("crimson", "olive", "teal", "gold"), ((84, 56), (56, 84), (112, 56), (56, 56))
+    grown = Lab(lab.family)
+    held = [grown.session.root]
+    for number in range(rng.randint(2, 6)):
+        parent, before = rng.choice(held), [rng.randint(1, 40) for _ in range(rng.randint(1, 4))]
+        kind = rng.choice(("picture", "picture", "text", "reply", "clip"))
+        if kind == "clip":
+            held.append(grown.clip(parent, before, f"clip {number}", [41]))
+        elif kind == "reply":
+            with grown.session.draft(parent) as draft:
+                draft.extend(before)
+                held.append(draft.commit())
+        elif kind == "text":
+            held.append(grown.session.append(parent, before))
+        else:
+            held.append(grown.shown(parent, before, rng.choice(sizes), rng.choice(colours), before[1:]))
+    requests = [rng.choice(held[1:]) for _ in range(rng.randint(1, 4))]
+    wholes = [grown.whole(node) for node in requests]
+    packed = to_transformers(requests, padding="packed", mode="as_replayed")
+    for logits, whole in zip(grown.run(packed), wholes, strict=True):
+        assert apart(logits, whole) < BAR
+    found: list[list[torch.Tensor]] = [[] for _ in requests]
+    starts, cache, mask = [0] * len(requests), grown.cache(), None
+    while any(start < node.stop for start, node in zip(starts, requests, strict=True)):
+        stops = [
+            node.stop if len(found[0]) > 5 else rng.choice([at for at in cuttable(node) if at >= start])
+            for start, node in zip(starts, requests, strict=True)
+        ]
+        if starts == stops:
+            continue
+        padding: Any = rng.choice(("left", "right"))
+        inputs = to_transformers(requests, starts, stop=stops, padding=padding, mode="as_replayed", cache_mask=mask)
+        for pieces, logits in zip(found, grown.run(inputs, cache=cache, use_cache=True), strict=True):
+            pieces.append(logits)
+        starts, mask = stops, inputs["attention_mask"]
+    for pieces, whole in zip(found, wholes, strict=True):
+        assert apart(torch.cat(pieces), whole) < BAR
 
 
 # --- every family ---------------------------------------------------------------------------------------------------------
@@ -416,6 +512,28 @@ def test_what_is_refused_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None
     inputs = to_transformers(requests, [3, 1], cache_mask=inputs["attention_mask"])
     found = minicpm.run(inputs, cache=cache, use_cache=True)
     assert max(apart(logits, whole[-len(logits) :]) for logits, whole in zip(found, wholes, strict=True)) > FAR
+
+
+GIVEN = {"input_ids", "position_ids", "attention_mask", "mm_token_type_ids", "moe_mm_token_type_ids", "use_cache"}
+PIXELS = {"pixel_values", "image_grid_thw", "target_sizes", "pixel_values_videos", "video_grid_thw", "target_sizes_videos"}
+SOUND = {"input_features", "feature_attention_mask", "audio_feature_lengths"}
+CALLERS = {"cache", "labels", "logits_to_keep", "output_router_logits", "downsample_mode", "mm_encoder_outputs", "inputs_embeds"}
+# Read only where a model computes positions, which are given.
+UNREAD = {"second_per_grid_ts", "video_second_per_grid", "use_audio_in_video"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_takes_nothing_that_is_not_known_here(family: str) -> None:
+    """C56: a field that transformers adds to a forward has to be given, left to the caller, or known to be unread."""
+    taken = set(inspect.signature(inspect.unwrap(type(tiny_model(family)).forward)).parameters) - {"self", "kwargs"}
+    assert taken <= GIVEN | PIXELS | SOUND | CALLERS | UNREAD
+    bench = Bench(family)
+    given = to_transformers(bench.second).keys()
+    assert given <= taken
+    assert GIVEN & taken - given <= {"use_cache"}
+    if adapter._FAMILIES[family].packed is None:
+        packed = to_transformers([bench.second], padding="packed").keys()
+        assert packed - taken - {"use_cache"} == FlashAttentionKwargs.__annotations__.keys()
 
 
 def test_ernie_routes_tokens_as_its_processor_says() -> None:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from engine_bridge.policies import Prompt, prompt_of
 from sessiontree import Draft, MediaItem, Node, OutOfRange, Unsupported
 from sessiontree.details import TailPolicy
+from sessiontree.frozen import checked_text
 from sessiontree.positions import Mode, PositionScheme
 from sessiontree.tokens import MAX_TOKEN_ID, in_range, window
 
@@ -144,7 +145,7 @@ def to_transformers(
     holders = _holders(nodes)
     count = len(holders)
     scheme = _scheme_of(holders)
-    if padding not in get_args(Padding):
+    if checked_text(padding, "padding") not in get_args(Padding):
         raise Unsupported(f"no padding {padding!r}; {', '.join(get_args(Padding))}")
     pad_token_id = in_range(pad_token_id, MAX_TOKEN_ID, "pad_token_id", "a batch")
     starts, stops = _one_each(prefix_len, count, "prefix_len"), _one_each(stop, count, "stop")
@@ -304,8 +305,9 @@ def _cached(windows: Sequence[_Window], cache_mask: Any) -> NDArray[np.int64]:
                 prefix_len=max(prefixes),
             )
         return np.ones((len(windows), prefixes[0]), np.int64)
-    if not isinstance(cache_mask, torch.Tensor):
-        raise TypeError(f"cache_mask is a tensor, not {type(cache_mask).__name__}")
+    if not isinstance(cache_mask, torch.Tensor) or cache_mask.is_floating_point():  # zeros of an additive mask mean the reverse
+        kind = cache_mask.dtype if isinstance(cache_mask, torch.Tensor) else type(cache_mask).__name__
+        raise TypeError(f"cache_mask is a tensor of integers or bools, not {kind}")
     if cache_mask.ndim != 2 or cache_mask.shape[0] != len(windows):
         raise OutOfRange(
             f"cache_mask of shape {tuple(cache_mask.shape)} for {len(windows)} requests; (requests, cached columns)",

@@ -20,7 +20,7 @@ from tests.rope_oracle import RANDOMS, draw_history
 from tests.test_tree import IMAGE_PAD, VIDEO_PAD, VISION_START, identity, image, tree_print, video, vl
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
-BATCHES = settings(max_examples=400 if SOAK else 40, deadline=None, suppress_health_check=list(HealthCheck))
+BATCHES = settings(max_examples=400 if SOAK else 25, deadline=None, suppress_health_check=list(HealthCheck))
 MEDIA_FAMILIES = tuple(family for family in adapter._FAMILIES if family != "text")
 TYPES = {"image": 1, "video": 2, "audio": 0}
 Holder = Node | Draft

@@ -47,7 +47,7 @@ from tests.tiny_models import (
 )
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
-SCHEDULES = settings(max_examples=300 if SOAK else 25, deadline=None, suppress_health_check=list(HealthCheck))
+SCHEDULES = settings(max_examples=300 if SOAK else 15, deadline=None, suppress_health_check=list(HealthCheck))
 BAR = 1e-5
 FAR = 1e-2  # what wrong inputs change at least
 QWEN = ("qwen2_5_vl", "qwen3_vl")

@@ -78,7 +78,8 @@ class BatchRow(NamedTuple):
 
     ``row``, ``start``, ``stop``: its logits are ``logits[row, start:stop]``, half-open; the last of them predicts its next token.
     ``window``: the path tokens they are of, half-open. ``items``: the media whose pixels the forward takes, each once for every
-    time it stands in the window, in path order. ``dropped``: how many sampled tokens ``tail_policy`` left out.
+    time it stands in the window, in path order. ``dropped``: path indices of the sampled tokens that ``tail_policy`` left out of
+    it; ``window`` counts those that are kept.
     """
 
     row: int
@@ -118,47 +119,49 @@ def to_transformers(
     """Keyword arguments of a model's forward for a window ``[prefix_len, stop)`` of each path: B requests, at most T tokens each.
 
     ``nodes``: a node or draft, or a list or tuple of them. ``prefix_len``: how many tokens of a path the cache holds already, one
-    for all or one for each; ``stop``: where its window ends, for chunked prefill, None for the end. ``tail_policy="drop_last"``:
-    where a path ends with a sampled token, it ends before it; what was left out is recorded in ``rows``.
+    for all or one for each; ``stop``: where its window ends, for chunked prefill, None for the end. ``tail_policy`` and
+    ``paired_calls`` as in :func:`prompt_of`; where tokens are left out, ``prefix_len`` and ``stop`` count those that are kept.
 
     ``padding`` "left" or "right": ``input_ids`` (B, T) int64, placeholders written as the model's own ids, padded with
-    ``pad_token_id``; ``position_ids`` (num_axes, B, T) in the scheme's kind, or (B, T) where all schemes are text;
-    ``attention_mask`` (B, cached + T) int64, 1 for what is there, 0 for padding. A cache has one length for all rows: equal
-    prefixes fill it, unequal ones stand in it between padding, and ``cache_mask`` (B, cached) says where. That is the
-    ``attention_mask`` of the call that filled the cache. Rows of a batch that was padded and is gone on with have gaps, which
-    attention over a sliding window counts as tokens: such models get no correct answer from them.
+    ``pad_token_id``; ``position_ids`` (num_axes, B, T), or (B, T) where all schemes are text, int64, float32 where positions can be
+    fractional; ``attention_mask`` (B, cached + T) int64, 1 for what is there, 0 for padding. A cache has one length for all its
+    rows: equal prefixes fill it; unequal ones stand in it between padding, and ``cache_mask`` (B, cached), integers or bools, says
+    where. That is the ``attention_mask`` of the call that filled the cache. Models whose attention counts columns, over a sliding
+    window or linear, take the padding between tokens for tokens: they need windows of one length.
 
-    ``padding`` "packed": one row of all T tokens, without padding and without a cache: ``input_ids`` (1, T), ``position_ids``
+    ``padding`` "packed": one row of all T tokens, without padding and without a cache: ``input_ids`` (1, T); ``position_ids``
     (1 + num_axes, 1, T), first a text row that begins at 0 in each sequence, or (1, T) for text schemes; ``cu_seq_lens_q`` and
     ``cu_seq_lens_k`` (B + 1) int32, ``max_length_q`` and ``max_length_k`` int, for attention that takes them; and ``use_cache``
     False. No mask: transformers keeps the sequences apart by the text row, and only where it is given neither mask nor cache.
 
-    Families with media also get ``mm_token_type_ids``, 0 text, 1 image, 2 video, and ernie4_5_vl ``moe_mm_token_type_ids``, which
-    count the tokens around an item as its own; both as ``input_ids``. Pixels, in the order of ``rows``, and the cache are the
-    caller's to add. Requests of text schemes may stand in a batch with those of one other scheme: their axes are alike.
+    Families with media, but the omni ones, also get ``mm_token_type_ids``: 0 text, 1 image, 2 video; and ernie4_5_vl
+    ``moe_mm_token_type_ids``, which count the tokens around an item as its own. Both are shaped as ``input_ids``. Pixels, in the
+    order of ``rows``, and the cache are the caller's to add. Requests of text schemes may stand in a batch with those of one other
+    scheme, whose axes are alike for text.
 
     Raises Unsupported where a window begins or ends inside an item, whose pixels transformers takes whole; where an id outside
     every span is a placeholder id; where the scheme was not given an id that is needed; for unequal prefixes without a
-    ``cache_mask``, and packed ones; for families and audio in video that cannot be had, with the reason. OutOfRange for a window,
-    and for a ``cache_mask`` that does not hold the prefixes. PositionError for the mode.
+    ``cache_mask``, and for packed ones; for two models' schemes in one batch; for a family, a batch of it, or audio in video that
+    cannot be had, with the reason. MediaSpanError where a path ends inside an item. OutOfRange for a window, and for a
+    ``cache_mask`` that does not hold the prefixes. PositionError for the mode.
     """
     holders = _holders(nodes)
     count = len(holders)
-    scheme = _scheme_of(holders)
+    model = _Model.of(holders)
     if checked_text(padding, "padding") not in get_args(Padding):
         raise Unsupported(f"no padding {padding!r}; {', '.join(get_args(Padding))}")
     pad_token_id = in_range(pad_token_id, MAX_TOKEN_ID, "pad_token_id", "a batch")
     starts, stops = _one_each(prefix_len, count, "prefix_len"), _one_each(stop, count, "stop")
     windows = [
-        _Window.of(prompt_of(holder, start, tail_policy=tail_policy, paired_calls=paired_calls), scheme, end, mode)
+        _Window.of(prompt_of(holder, start, tail_policy=tail_policy, paired_calls=paired_calls), model, end, mode)
         for holder, start, end in zip(holders, starts, stops, strict=True)
     ]
     if padding == "packed":
         if cache_mask is not None:
             raise Unsupported("packed rows have no cache, and cache_mask was given")
-        return _packed(windows, scheme, device)
+        return _packed(windows, model, device)
     cached = _cached(windows, cache_mask)
-    return _padded(windows, scheme, cached, pad_token_id, padding == "left", device)
+    return _padded(windows, model, cached, pad_token_id, padding == "left", device)
 
 
 def _holders(nodes: Any) -> Sequence[Any]:
@@ -180,23 +183,85 @@ def _one_each(given: Any, count: int, what: str) -> Sequence[Any]:
     return given
 
 
-def _scheme_of(holders: Sequence[Node | Draft]) -> PositionScheme:
-    """The scheme of a batch: that of its requests with media, text otherwise."""
-    chosen = holders[0].scheme
-    for holder in holders[1:]:
-        scheme = holder.scheme
-        if chosen.family == "text":
-            chosen = scheme
-        elif scheme.family != "text" and scheme != chosen:
-            raise Unsupported(f"{chosen.name} and {scheme.name}, or their parameters, in one batch; a batch is for one model")
-    if chosen.family in _REFUSED:
-        raise Unsupported(f"{chosen.name}: {_REFUSED[chosen.family]}", scheme=chosen.name)
-    return chosen
+@attrs.frozen(eq=False)
+class _Model:
+    """The model that a batch is for, as its scheme says.
+
+    ``placeholders``: the ids that it takes for media, by modality. ``routed``: type by id, of the tokens that it routes with media.
+    """
+
+    scheme: PositionScheme
+    family: _Family
+    placeholders: Mapping[str, int]
+    routed: Mapping[int, int]
+
+    @classmethod
+    def of(cls, holders: Sequence[Node | Draft]) -> _Model:
+        """That of the requests that are not of text schemes, a text model without one."""
+        scheme = holders[0].scheme
+        for holder in holders[1:]:
+            other = holder.scheme
+            if scheme.family == "text":
+                scheme = other
+            elif other.family != "text" and other != scheme:
+                raise Unsupported(f"{scheme.name} and {other.name}, or their parameters, in one batch; a batch is for one model")
+        if scheme.family in _REFUSED:
+            raise Unsupported(f"{scheme.name}: {_REFUSED[scheme.family]}", scheme=scheme.name)
+        family, params = _FAMILIES[scheme.family], scheme.params
+        ids = {kind: params.get(f"{kind}_token_id") for kind in ("image", "video", "audio")}
+        routed: dict[int, int] = {}
+        for name, number in family.routed.items():
+            delimiter = params.get(name)
+            if delimiter is None:
+                raise Unsupported(
+                    f"{scheme.name} was not given {name}, whose tokens its models route with the media", scheme=scheme.name
+                )
+            routed[delimiter] = number
+        return cls(scheme, family, {kind: each for kind, each in ids.items() if each is not None}, routed)
+
+    @property
+    def dtype(self) -> type[np.int64 | np.float32]:
+        """Of positions, as engines take them."""
+        return np.int64 if self.scheme.dtype.kind == "i" else np.float32
+
+    def placeholder(self, item: MediaItem) -> int:
+        """The id of an item's tokens. Raises Unsupported."""
+        if item.modality == "video" and item.audio_feature_length is not None:
+            raise Unsupported(f"{item}: which of its tokens are video and which audio is not told here", item=item)
+        kind = self.family.frames if item.modality == "video" else item.modality
+        if kind is None:
+            raise Unsupported(f"{item}: the models of {self.scheme.name} take no video", item=item)
+        if kind not in self.placeholders:
+            raise Unsupported(f"{self.scheme.name} was not given {kind}_token_id, which transformers scans for", item=item)
+        return self.placeholders[kind]
+
+    def refuse_strays(self, ids: NDArray[np.int64], text: NDArray[np.bool_], start: int) -> None:
+        """Raises Unsupported where ``text``, tokens from path index ``start`` on that are in no span, holds a placeholder id."""
+        for kind, placeholder in self.placeholders.items():
+            stray = np.flatnonzero((ids == placeholder) & text)
+            if stray.size:
+                at = start + int(stray[0])
+                raise Unsupported(
+                    f"token {at} is {kind}_token_id {placeholder} outside every span; transformers would look for its features",
+                    index=at,
+                )
+
+    def routes(self, ids: NDArray[np.int64], types: NDArray[np.int64]) -> NDArray[np.int64]:
+        """``moe_mm_token_type_ids`` of a model that takes them."""
+        routes = types.copy()
+        for delimiter, number in self.routed.items():
+            routes[ids == delimiter] = number
+        return routes
+
+    def typed(self, types: NDArray[np.int64], routes: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        """Those of the two kinds of types that the model takes."""
+        given = {"mm_token_type_ids": types} if self.family.types else {}
+        return {**given, "moe_mm_token_type_ids": routes} if self.routed else given
 
 
 @attrs.frozen(eq=False)
 class _Window:
-    """Path tokens ``[start, stop)`` of one request, as the model is to see them.
+    """Tokens ``[start, stop)`` of one request, as the model is to see them.
 
     ``input_ids``, ``types``, ``routes``: (T,) int64, the last two as ``mm_token_type_ids`` and ``moe_mm_token_type_ids``.
     ``positions``: (num_axes, T) int64, float32 where the scheme's are floats.
@@ -208,7 +273,7 @@ class _Window:
     input_ids: NDArray[np.int64]
     positions: NDArray[Any]
     types: NDArray[np.int64]
-    routes: NDArray[np.int64] | None
+    routes: NDArray[np.int64]
     items: tuple[MediaItem, ...]
 
     def __len__(self) -> int:
@@ -218,7 +283,7 @@ class _Window:
         return BatchRow(row, start, start + len(self), (self.start, self.stop), self.items, self.dropped)
 
     @classmethod
-    def of(cls, prompt: Prompt, scheme: PositionScheme, stop: Any, mode: Mode) -> _Window:
+    def of(cls, prompt: Prompt, model: _Model, stop: Any, mode: Mode) -> _Window:
         start, stop = window(prompt.prefix_len, stop, prompt.prefix_len + len(prompt.input_ids), "prefix_len")
         count = stop - start
         ids, types, text = prompt.input_ids[:count].astype(np.int64), np.zeros(count, np.int64), np.ones(count, np.bool_)
@@ -234,64 +299,21 @@ class _Window:
                     prefix_len=start,
                 )
             items.append(item)
-            placeholder = _placeholder(scheme, item)
+            placeholder = model.placeholder(item)
             for begin, end in spans:
                 ids[begin:end], types[begin:end], text[begin:end] = placeholder, _TOKEN_TYPES.get(item.modality, 0), False
-        _refuse_strays(scheme, ids, text, start)
-        positions = np.broadcast_to(prompt.positions(mode)[:, :count], (scheme.num_axes, count))
+        model.refuse_strays(ids, text, start)
+        positions = np.broadcast_to(prompt.positions(mode)[:, :count], (model.scheme.num_axes, count)).astype(model.dtype)
         return cls(
             start,
             stop,
             prompt.dropped,
             ids,
-            positions.astype(np.int64 if scheme.dtype.kind == "i" else np.float32),
+            positions,
             types,
-            _routes(scheme, ids, types),
+            model.routes(ids, types),
             tuple(items),
         )
-
-
-def _placeholder(scheme: PositionScheme, item: MediaItem) -> int:
-    if item.modality == "video" and item.audio_feature_length is not None:
-        raise Unsupported(f"{item}: which of its tokens are video and which audio is not said to transformers here", item=item)
-    kind = _FAMILIES[scheme.family].frames if item.modality == "video" else item.modality
-    if kind is None:
-        raise Unsupported(f"{item}: the models of {scheme.name} take no video", item=item)
-    placeholder: int | None = scheme.params.get(f"{kind}_token_id")
-    if placeholder is None:
-        raise Unsupported(f"{scheme.name} was not given {kind}_token_id, which transformers scans for", item=item)
-    return placeholder
-
-
-def _placeholders(scheme: PositionScheme) -> dict[str, int]:
-    """The ids that transformers takes for media, by parameter."""
-    named = {f"{kind}_token_id": scheme.params.get(f"{kind}_token_id") for kind in ("image", "video", "audio")}
-    return {name: value for name, value in named.items() if value is not None}
-
-
-def _refuse_strays(scheme: PositionScheme, ids: NDArray[np.int64], text: NDArray[np.bool_], start: int) -> None:
-    for name, placeholder in _placeholders(scheme).items():
-        stray = np.flatnonzero((ids == placeholder) & text)
-        if stray.size:
-            at = start + int(stray[0])
-            raise Unsupported(
-                f"token {at} is {name} {placeholder} outside every span; transformers would look for its features", index=at
-            )
-
-
-def _routes(scheme: PositionScheme, ids: NDArray[np.int64], types: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    routed = _FAMILIES[scheme.family].routed
-    if not routed:
-        return None
-    routes = types.copy()
-    for name, number in routed.items():
-        delimiter = scheme.params.get(name)
-        if delimiter is None:
-            raise Unsupported(
-                f"{scheme.name} was not given {name}, whose tokens its models route with the media", scheme=scheme.name
-            )
-        routes[ids == delimiter] = number
-    return routes
 
 
 def _cached(windows: Sequence[_Window], cache_mask: Any) -> NDArray[np.int64]:
@@ -323,7 +345,7 @@ def _cached(windows: Sequence[_Window], cache_mask: Any) -> NDArray[np.int64]:
 
 def _padded(
     windows: Sequence[_Window],
-    scheme: PositionScheme,
+    model: _Model,
     cached: NDArray[np.int64],
     pad_token_id: int,
     left: bool,
@@ -331,37 +353,36 @@ def _padded(
 ) -> TransformersInputs:
     count, width = len(windows), max(map(len, windows))
     padded = any(len(each) < width for each in windows)
-    reason = _FAMILIES[scheme.family].padded
+    scheme, reason = model.scheme, model.family.padded
     if reason and (padded or not cached.all()):
         raise Unsupported(f"{scheme.name} cannot be padded: {reason}", scheme=scheme.name)
-    if padded and pad_token_id in _placeholders(scheme).values():
+    if padded and pad_token_id in model.placeholders.values():
         raise Unsupported(
             f"pad_token_id {pad_token_id} is a placeholder id of {scheme.name}; transformers would look for its features"
         )
     shape = count, width
     ids = np.full(shape, pad_token_id, np.int64)
-    positions = np.full((scheme.num_axes, *shape), PAD_POSITION, windows[0].positions.dtype)
+    positions = np.full((scheme.num_axes, *shape), PAD_POSITION, model.dtype)
     here, types, routes = (np.zeros(shape, np.int64) for _ in range(3))
     rows = []
     for row, each in enumerate(windows):
         start = width - len(each) if left else 0
         real = slice(start, start + len(each))
-        ids[row, real], types[row, real], here[row, real] = each.input_ids, each.types, 1
+        ids[row, real], types[row, real], routes[row, real], here[row, real] = each.input_ids, each.types, each.routes, 1
         positions[:, row, real] = each.positions
-        if each.routes is not None:
-            routes[row, real] = each.routes
         rows.append(each.row(row, start))
     given = {
         "input_ids": ids,
         "position_ids": positions[0] if scheme.num_axes == 1 else positions,
         "attention_mask": np.concatenate([cached, here], axis=1),
-        **_typed(scheme, types, routes),
+        **model.typed(types, routes),
     }
     return TransformersInputs({name: torch.from_numpy(array).to(device) for name, array in given.items()}, rows)
 
 
-def _packed(windows: Sequence[_Window], scheme: PositionScheme, device: torch.device | str) -> TransformersInputs:
-    if reason := _FAMILIES[scheme.family].packed:
+def _packed(windows: Sequence[_Window], model: _Model, device: torch.device | str) -> TransformersInputs:
+    scheme = model.scheme
+    if reason := model.family.packed:
         raise Unsupported(f"{scheme.name} cannot be packed: {reason}", scheme=scheme.name)
     if cached := max(each.start for each in windows):
         raise Unsupported(
@@ -369,10 +390,11 @@ def _packed(windows: Sequence[_Window], scheme: PositionScheme, device: torch.de
             "there is no cache",
             prefix_len=cached,
         )
-    ids, types = (np.concatenate([getattr(each, name) for each in windows])[None] for name in ("input_ids", "types"))
-    routes = np.concatenate([each.types if each.routes is None else each.routes for each in windows])[None]
+    ids, types, routes = (
+        np.concatenate([getattr(each, name) for each in windows])[None] for name in ("input_ids", "types", "routes")
+    )
     positions = np.concatenate([each.positions for each in windows], axis=1)[:, None]
-    text_row = np.concatenate([np.arange(len(each)) for each in windows])[None].astype(positions.dtype)
+    text_row = np.concatenate([np.arange(len(each)) for each in windows])[None].astype(model.dtype)
     if scheme.num_axes == 1:  # there is no other row that could say where a sequence begins
         if (positions[0] != text_row).any():
             raise Unsupported(f"{scheme.name}: positions that do not count from 0 tell packed sequences apart no more")
@@ -386,18 +408,10 @@ def _packed(windows: Sequence[_Window], scheme: PositionScheme, device: torch.de
         for name, array in {
             "input_ids": ids,
             "position_ids": positions,
-            **_typed(scheme, types, routes),
+            **model.typed(types, routes),
             "cu_seq_lens_q": bounds.astype(np.int32),
             "cu_seq_lens_k": bounds.astype(np.int32),
         }.items()
     }
     given.update(max_length_q=longest, max_length_k=longest, use_cache=False)
     return TransformersInputs(given, [each.row(0, int(start)) for each, start in zip(windows, bounds, strict=False)])
-
-
-def _typed(scheme: PositionScheme, types: NDArray[np.int64], routes: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-    family = _FAMILIES[scheme.family]
-    return {
-        **({"mm_token_type_ids": types} if family.types else {}),
-        **({"moe_mm_token_type_ids": routes} if family.routed else {}),
-    }

@@ -218,7 +218,7 @@ def test_a_padded_batch_goes_on(lab: Lab, nodes: dict[str, Node], wholes: dict[s
         assert apart(torch.cat(pieces), wholes[name]) < BAR, name
 
 
-def test_a_padded_batch_decodes(lab: Lab, nodes: dict[str, Node]) -> None:
+def test_c21_a_padded_batch_decodes_at_index_and_delta(lab: Lab, nodes: dict[str, Node]) -> None:
     """One token for each request and step, each at its own index + delta; a draft is read as it grows."""
     drafts = [lab.session.draft(nodes[name]) for name in ("second", "text", "first")]
     inputs, cache, starts = to_transformers(drafts, padding="left"), lab.cache(), [0, 0, 0]
@@ -235,8 +235,8 @@ def test_a_padded_batch_decodes(lab: Lab, nodes: dict[str, Node]) -> None:
         assert apart(logits, lab.whole(draft)) < BAR
 
 
-def test_a_batch_after_another_leaves_nothing_behind(lab: Lab, nodes: dict[str, Node], wholes: dict[str, torch.Tensor]) -> None:
-    """C18: the model keeps rope_deltas of whatever ran last; explicit positions do not read them."""
+def test_c18_a_batch_after_another_leaves_nothing_behind(lab: Lab, nodes: dict[str, Node], wholes: dict[str, torch.Tensor]) -> None:
+    """The model keeps rope_deltas of whatever ran last; explicit positions do not read them."""
     lab.whole(nodes["mixed"])
     assert lab.model.model.rope_deltas is not None
     cache = lab.cache()
@@ -500,9 +500,12 @@ def test_audio(family: str) -> None:
 
 def test_what_is_refused_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this fails, transformers can do it now, and the refusal can go."""
+    minicpm = Bench("minicpmv4_7")
+    gap = torch.tensor([[0, 1, 1], [1, 0, 1]])
+    with pytest.raises(Unsupported, match="padded"):  # no padding in the windows, but in the cache
+        to_transformers([minicpm.text, minicpm.text], 2, stop=4, cache_mask=gap)
     monkeypatch.setattr(adapter, "_FAMILIES", {name: adapter._Family() for name in adapter._FAMILIES})
-    hunyuan, minicpm = Bench("hunyuan_vl"), Bench("minicpmv4_7")
-    for bench in (hunyuan, minicpm):
+    for bench in (Bench("hunyuan_vl"), minicpm):
         with pytest.raises(ValueError, match=r"channels|flash-linear-attention"):
             bench.run(to_transformers([bench.second, bench.text], padding="packed"))
     requests, cache = [minicpm.text, minicpm.other], DynamicCache(config=minicpm.model.config)
@@ -523,8 +526,8 @@ UNREAD = {"second_per_grid_ts", "video_second_per_grid", "use_audio_in_video"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_takes_nothing_that_is_not_known_here(family: str) -> None:
-    """C56: a field that transformers adds to a forward has to be given, left to the caller, or known to be unread."""
+def test_c56_a_model_takes_nothing_that_is_not_known_here(family: str) -> None:
+    """A field that transformers adds to a forward has to be given, left to the caller, or known to be unread."""
     taken = set(inspect.signature(inspect.unwrap(type(tiny_model(family)).forward)).parameters) - {"self", "kwargs"}
     assert taken <= GIVEN | PIXELS | SOUND | CALLERS | UNREAD
     bench = Bench(family)

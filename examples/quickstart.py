@@ -126,8 +126,7 @@ class Engine:
         """
         kv = self.empty_cache()
         with self.watch.timing("bridge"):
-            inputs = to_transformers(answer)
-        inputs = {name: value[..., :-1] for name, value in inputs.items()}
+            inputs = to_transformers(answer, stop=answer.stop - 1)
         items = [item for item, _, _ in answer.media_spans()]
         inputs["pixel_values"] = torch.cat([self.pictures[item.identity].pixel_values for item in items])
         inputs["image_grid_thw"] = torch.cat([self.pictures[item.identity].grid_thw for item in items])

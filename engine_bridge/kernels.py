@@ -25,7 +25,6 @@ NUM_REQUESTS = tl.constexpr(layout.NUM_REQUESTS)
 NUM_RUNS = tl.constexpr(layout.NUM_RUNS)
 DIRTY_TOKENS = tl.constexpr(layout.DIRTY_TOKENS)
 DIRTY_REQUESTS = tl.constexpr(layout.DIRTY_REQUESTS)
-WIDTH = tl.constexpr(layout.WIDTH)
 HEADER = tl.constexpr(layout.HEADER)
 
 BLOCK = 256
@@ -134,6 +133,7 @@ def extend_kernel(
 
 @triton.jit
 def decode_kernel(
+    staged,
     area,
     state,
     history,
@@ -141,26 +141,47 @@ def decode_kernel(
     positions,
     seq_lens,
     deltas,
+    STAGED: tl.constexpr,
     MAX_SLOTS: tl.constexpr,
     MAX_TOKENS: tl.constexpr,
     AXES: tl.constexpr,
+    WIDTH: tl.constexpr,
     RING: tl.constexpr,
     FLOATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The last tokens of each slot and where they stand, a program for ``BLOCK`` of them; the first also write lengths, deltas."""
+    """The last ``WIDTH`` tokens of each slot and where they stand, a program for ``BLOCK``; the first also write lengths, deltas.
+
+    If ``STAGED``, the slots are read where the host wrote them, in one trip, and kept in ``area``; otherwise they are there.
+    """
+    source = area
+    if STAGED:
+        source = staged
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tokens = tl.load(area + NUM_TOKENS)
-    requests = tl.load(area + NUM_REQUESTS)
-    width = tl.load(area + WIDTH)
-    used = lane < tokens
-    written = lane < tl.maximum(tokens, tl.load(area + DIRTY_TOKENS))
-    request = lane // width
-    slot = tl.load(area + HEADER + request, used, 0)
+    request = lane // WIDTH
+    slot = tl.load(source + HEADER + request, request < MAX_SLOTS, 0)
+    own_slot = tl.load(source + HEADER + lane, lane < MAX_SLOTS, 0)
+    requests = tl.load(source + NUM_REQUESTS)
+    dirty_tokens = tl.load(source + DIRTY_TOKENS)
+    dirty_requests = tl.load(source + DIRTY_REQUESTS)
+    own = lane < requests
+    own_slot = tl.where(own, own_slot, 0)
+    if STAGED:
+        tl.store(area + HEADER + lane, own_slot, lane < MAX_SLOTS)
+        if tl.program_id(0) == 0:
+            tl.store(area + NUM_REQUESTS, requests)
+            tl.store(area + DIRTY_TOKENS, dirty_tokens)
+            tl.store(area + DIRTY_REQUESTS, dirty_requests)
+    used = request < requests
+    slot = tl.where(used, slot, 0)
+    written = lane < tl.maximum(requests * WIDTH, dirty_tokens)
     length = tl.load(state + slot, used, 0)
     word = tl.load(state + MAX_SLOTS + slot, used, 0)
     is_float = tl.load(state + 2 * MAX_SLOTS + slot, used, 0) != 0
-    index = length - width + lane % width
+    own_length = tl.load(state + own_slot, own, 0)
+    own_word = tl.load(state + MAX_SLOTS + own_slot, own, 0)
+    own_float = tl.load(state + 2 * MAX_SLOTS + own_slot, own, 0) != 0
+    index = length - WIDTH + lane % WIDTH
     token = tl.load(history + slot * RING + (index & (RING - 1)), used, 0)
     tl.store(input_ids + lane, token.to(input_ids.dtype.element_ty), written)
     single = word.to(tl.float32, bitcast=True)
@@ -168,13 +189,9 @@ def decode_kernel(
     place = tl.where(used, place, tl.zeros_like(place))
     for axis in tl.static_range(AXES):
         tl.store(positions + axis * MAX_TOKENS + lane, place, written)
-    each = lane < tl.maximum(requests, tl.load(area + DIRTY_REQUESTS))
-    own = lane < requests
-    slot = tl.load(area + HEADER + lane, own, 0)
-    word = tl.load(state + MAX_SLOTS + slot, own, 0)
-    is_float = tl.load(state + 2 * MAX_SLOTS + slot, own, 0) != 0
-    tl.store(seq_lens + lane, tl.load(state + slot, own, 0), each)
-    delta = _cast(word, tl.where(is_float, word.to(tl.float32, bitcast=True), 0.0), is_float, FLOATS, deltas)
+    each = lane < tl.maximum(requests, dirty_requests)
+    tl.store(seq_lens + lane, own_length, each)
+    delta = _cast(own_word, tl.where(own_float, own_word.to(tl.float32, bitcast=True), 0.0), own_float, FLOATS, deltas)
     tl.store(deltas + lane, tl.where(own, delta, tl.zeros_like(delta)), each)
 
 

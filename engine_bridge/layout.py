@@ -33,7 +33,7 @@ TEXT, FLOAT_TEXT, GRID, FRAMES, FLOAT_FRAMES, ABSOLUTE, TABLE, FLOAT_TABLE = ran
 
 HEADER: Final = 8
 #: Words of the header: how much of the columns and the payload is used, and how much of the outputs is to be written.
-NUM_TOKENS, NUM_REQUESTS, NUM_RUNS, DIRTY_TOKENS, DIRTY_REQUESTS, WIDTH = range(6)
+NUM_TOKENS, NUM_REQUESTS, NUM_RUNS, DIRTY_TOKENS, DIRTY_REQUESTS = range(5)
 
 FIELDS: Final = 6  # of a run, beside ``dst`` and ``kind``
 

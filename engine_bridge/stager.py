@@ -4,7 +4,8 @@ Positions travel as runs, a few words however many tokens they cover, and are wr
 first, which is where anything can be wrong with it, then written to one staging area in pinned memory, copied and expanded. The
 areas are a ring: one is written again only after the event of its last copy. With CUDA graphs, copy and kernel are one launch.
 
-Requests that decode live on the device: how long their paths are, their deltas and their last tokens. A step sends slots alone.
+Requests that decode live on the device: how long their paths are, their deltas and their last tokens. A step sends slots alone; so
+few words that the kernel reads them itself, and none where they are those of the step before.
 
 On the CPU the same class does the same in NumPy, without Triton.
 """
@@ -32,7 +33,7 @@ from sessiontree.positions.runs import counted
 from sessiontree.tokens import as_index, token_bytes
 
 _DTYPES: Final = (torch.int32, torch.int64, torch.float32)
-_pack_header = struct.Struct("<6i").pack_into
+_pack_header = struct.Struct("<5i").pack_into
 _SMALLEST: Final = 1024  # words of a payload, below which copies are not told apart
 
 
@@ -56,10 +57,10 @@ class _Ring:
             self.events[at].synchronize()
         return at
 
-    def launch(self, at: int, words: int, kernel: Any, graphed: bool, variant: int = 0) -> None:
+    def launch(self, at: int, words: int, kernel: Callable[[int], None], graphed: bool, variant: int = 0) -> None:
         """Copy the first ``words`` of area ``at`` and run ``kernel`` behind that, on the current stream.
 
-        ``variant``: which of the kernels that are launched with so many words; 0 words: without a copy.
+        0 words: the kernel reads the area by itself. ``variant``: which of the kernels that are launched with so many words.
         """
         self.at = at
         if not graphed:
@@ -70,16 +71,19 @@ class _Ring:
             graph = self.graphs[at, words, variant] = self._captured(at, words, kernel)
         graph.replay()
 
-    def _steps(self, at: int, words: int, kernel: Any) -> None:
+    def _steps(self, at: int, words: int, kernel: Callable[[int], None]) -> None:
         if words:
             self.copy(at, words)
             self.events[at].record()  # what is read behind this is the device's
-        kernel()
+            kernel(at)
+        else:
+            kernel(at)
+            self.events[at].record()
 
     def copy(self, at: int, words: int) -> None:
         self.device[:words].copy_(self.host[at][:words], non_blocking=True)
 
-    def _captured(self, at: int, words: int, kernel: Any) -> Any:
+    def _captured(self, at: int, words: int, kernel: Callable[[int], None]) -> Any:
         self._steps(at, words, kernel)  # compiled before anything is captured
         torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -465,7 +469,7 @@ class InputStager:
                 area.payload[used : used + len(numbers)] = numbers
                 used += len(numbers)
         dirty_tokens, dirty_requests = self._extended
-        _pack_header(area.words_pen, 0, tokens, count, rows, max(tokens, dirty_tokens), max(count, dirty_requests), 0)
+        _pack_header(area.words_pen, 0, tokens, count, rows, max(tokens, dirty_tokens), max(count, dirty_requests))
         room = max(_SMALLEST, 1 << (used - 1).bit_length()) if used else _SMALLEST
         return tokens, min(layout.payload + room, layout.words)
 
@@ -476,7 +480,7 @@ class InputStager:
         else:
             self._extend_ring.launch(at, words, self._expand_extend, self.cuda_graph)
 
-    def _expand_extend(self) -> None:
+    def _expand_extend(self, _: int = 0) -> None:
         layout, out, kernels = self._layout, self._extend, self._kernels
         block = kernels.BLOCK
         kernels.extend_kernel[(math.ceil(max(self.max_tokens, self.max_requests) / block),)](
@@ -555,9 +559,8 @@ class InputStager:
         count = len(named)
         if count > self.max_requests or width.__class__ is not int or not 1 <= width <= self.max_decode_width:
             self._refuse_decode(count, width)
-        tokens = count * width
         same = named.tobytes(), width
-        if same == self._staged:  # what is staged, and on the device, is this very step
+        if same == self._staged:  # the device has these
             self._decodes += 1
             self._launch_decode(self._decode_ring.at, False, count, width, self._decoded)
             return DecodeBatch(self, count, width)
@@ -572,9 +575,10 @@ class InputStager:
         at = self._decode_ring.next()
         pen, place = self._slot_areas[at]
         place[:count] = named
-        place[count:] = 0
         dirty_tokens, dirty = self._decoded
-        _pack_header(pen, 0, tokens, count, 0, max(tokens, dirty_tokens), max(count, dirty), width)
+        tokens = count * width
+        most = tokens if tokens > dirty_tokens else dirty_tokens
+        _pack_header(pen, 0, tokens, count, 0, most, count if count > dirty else dirty)
         self._staged, self._distinct = same, False
         self._decoded = tokens, count
         self._decodes += 1
@@ -583,37 +587,42 @@ class InputStager:
 
     def _launch_decode(self, at: int, staged: bool, count: int, width: int, dirty: tuple[int, int]) -> None:
         ring = self._decode_ring
-        if self._kernels is None:
-            out = self._decode
-            expand_decode(
-                ring.areas[at][HEADER : HEADER + count],
-                width,
-                dirty,
-                self._state.numpy(),
-                self._history.numpy(),
-                out.input_ids.numpy(),
-                out.positions.numpy(),
-                out.seq_lens.numpy(),
-                out.mrope_deltas.numpy()[:, 0],
-            )
-        else:
-            ring.launch(at, HEADER + self.max_requests if staged else 0, self._expand_decode, self.cuda_graph)
+        if self._kernels is not None:
+            kernel = partial(self._expand_decode, width, staged)
+            ring.launch(at, 0, kernel, self.cuda_graph, 2 * width + staged)
+            return
+        out, area = self._decode, ring.areas[at]
+        area[HEADER + count :] = 0
+        expand_decode(
+            area[HEADER : HEADER + count],
+            width,
+            dirty,
+            self._state.numpy(),
+            self._history.numpy(),
+            out.input_ids.numpy(),
+            out.positions.numpy(),
+            out.seq_lens.numpy(),
+            out.mrope_deltas.numpy()[:, 0],
+        )
 
-    def _expand_decode(self) -> None:
-        out, kernels = self._decode, self._kernels
+    def _expand_decode(self, width: int, staged: bool, at: int) -> None:
+        out, kernels, ring = self._decode, self._kernels, self._decode_ring
         block = kernels.BLOCK
         tokens = self.max_requests * self.max_decode_width
         kernels.decode_kernel[(math.ceil(tokens / block),)](
-            self._decode_ring.device,
+            ring.host[at],
+            ring.device,
             self._state,
             self._history,
             out.input_ids,
             out.positions,
             out.seq_lens,
             out.mrope_deltas,
+            staged,
             self.max_requests,
             tokens,
             self.num_position_axes,
+            width,
             self._ring_size,
             self.dtype is torch.float32,
             block,
@@ -712,12 +721,12 @@ class InputStager:
             sampled[:number, :width].copy_(rows, non_blocking=True)
         if on_device and counts is None and self._staged is not None and named.tobytes() == self._staged[0]:
             ring = self._decode_ring  # whose slots are these already
-            ring.launch(ring.at, 0, partial(self._advance, ring, sampled, width, False), self.cuda_graph, 1 + width)
+            ring.launch(ring.at, 0, partial(self._advance, ring, sampled, width, False), self.cuda_graph, -width)
             return
         ring, most = self._update_ring, self.max_requests
         at = ring.next()
         area = ring.areas[at]
-        _pack_header(bytes_of(area), 0, 0, number, 0, 0, 0, 0)
+        _pack_header(bytes_of(area), 0, 0, number, 0, 0, 0)
         area[HEADER : HEADER + number] = named
         area[HEADER + most : HEADER + most + number] = width if counts is None else counts
         words = HEADER + 2 * most
@@ -730,7 +739,7 @@ class InputStager:
             words += number * self.max_decode_width
         ring.launch(at, words, partial(self._advance, ring, tokens, width, True), False)
 
-    def _advance(self, ring: _Ring, tokens: torch.Tensor, width: int, counted: bool) -> None:
+    def _advance(self, ring: _Ring, tokens: torch.Tensor, width: int, counted: bool, _: int = 0) -> None:
         kernels = self._kernels
         kernels.advance_kernel[(math.ceil(self.max_requests / kernels.BLOCK),)](
             ring.device,

@@ -13,7 +13,7 @@ from tests.test_positions_golden import CASES
 
 def launch(ring: Any, at: int, words: int, kernel: Any, graphed: bool, variant: int = 0) -> None:
     ring.at = at
-    kernel()
+    kernel(at)
 
 
 class Interpreted(InputStager):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import shutil
 import sys
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -990,6 +991,19 @@ def test_c80_an_aborted_turn_takes_no_ancestors_features_with_it() -> None:
     assert [[*each.model_specific_data] for each in again.multimodal_inputs.mm_items] == [["image_grid_thw"]] * 2
 
 
+def test_c25_text_that_looks_like_placeholders_stays_text_whatever_padded_it() -> None:
+    our = ours()
+    our.scheduler.pad_input_ids_func = lambda ids, inputs: array(
+        "q", [inputs.mm_items[0].pad_value if token == IMG else token for token in ids]
+    )
+    our.turn("a", [1, IMG, 2])
+    request = our.send("b", [*A_IDS, IMG], image(), after="a")
+    assert refused(request) is None and len(request.multimodal_inputs.mm_items) == 1
+    (held,) = request.multimodal_inputs.mm_items
+    assert list(request.origin_input_ids) == [1, IMG, 2, 8, 9, 1, 2, VS, *held.padding_sequence(4), VE, 3, IMG]
+    assert prefilled(request)[0].tolist() == [*range(8), 8, 8, 8, 8, 10, 11, 12]
+
+
 def test_c32_a_table_of_another_width_is_refused() -> None:
     our = ours()
     given = processed(A_IDS, [image()])
@@ -1122,9 +1136,8 @@ def test_what_to_sglang_makes_of_a_node_is_that_node_in_a_session() -> None:
         assert refused(our.queue[-1]) is None
         our.generate(our.queue[-1], [8, 9])
     there = our.controller.get("s").reply("b").parent
-    assert there.id == node.id or [item.identity for item, *_ in there.media_spans()] == [
-        item.identity for item, *_ in node.media_spans()
-    ]
+    spans = [[(item.identity, *span) for item, *span in each.media_spans()] for each in (there, node)]
+    assert spans[0] == spans[1]
     assert np.array_equal(there.input_ids(), node.input_ids()) and np.array_equal(there.positions(), node.positions())
     assert np.array_equal(prefilled(our.queue[-1], 0, node.stop), node.positions())
 

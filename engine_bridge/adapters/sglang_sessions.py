@@ -597,7 +597,7 @@ class Attempt:
     def take_media(self, request: Any, given: Any) -> None:
         """The turn's MultimodalInputs, offsets in the prompt's coordinates: all of it is taken, or the request is aborted."""
         request._session_mm_items = list(given.mm_items)  # what an abort releases
-        before, ids, held = self.prompt, self.awaited, self.engine_items
+        before, ids = self.prompt, self.awaited
         try:
             if ids is None:
                 raise Unsupported("media for a turn that was given without, or twice")
@@ -613,17 +613,15 @@ class Attempt:
             self.prompt = before.extended(ids, [item for item, _ in items], limit=self.session.prompt_limit)
             _check_table(given.mrope_positions, before, self.prompt)
             own = {item.content(): (item, placed(engine_item, engine_item.offsets)) for item, engine_item in items}
-            self.engine_items = {**own, **held}
+            self.engine_items = {**own, **self.engine_items}
             laid = self.session.laid(self)
             inputs = self.multimodal_inputs(given)
         except (SessionTreeError, TypeError) as error:
-            self.prompt, self.engine_items = before, held
             request.set_finish_with_abort(str(error))
             return
         self.awaited = None
         request.multimodal_inputs = inputs
         laid.write(request.origin_input_ids)  # an array of its own; what padded it may have taken text for placeholders
-        request.full_untruncated_fill_ids = array("q")
 
     def multimodal_inputs(self, given: Any = None) -> Any:
         """SGLang's MultimodalInputs of the whole prompt, which is laid out, its own. ``given``: the turn's."""

@@ -353,7 +353,6 @@ def test_c08_retracting_again_and_again_changes_nothing_of_the_parent() -> None:
             assert frozen(parent) == before
             assert torch.equal(tables[0], tables[2]) and np.array_equal(prefilled(child), tables[0])
             assert tables[0][0, 6:].tolist() == [3, 5, 6, 7, 8, 9, 10]  # image, reply, text, and what was generated
-        child.finished_reason = None
     assert widths["theirs"] == [(10, 10), (13, 13), (16, 16)]
     assert widths["ours"] == [(7, 13)] * 3
 
@@ -1002,6 +1001,15 @@ def test_c25_text_that_looks_like_placeholders_stays_text_whatever_padded_it() -
     (held,) = request.multimodal_inputs.mm_items
     assert list(request.origin_input_ids) == [1, IMG, 2, 8, 9, 1, 2, VS, *held.padding_sequence(4), VE, 3, IMG]
     assert prefilled(request)[0].tolist() == [*range(8), 8, 8, 8, 8, 10, 11, 12]
+
+
+def test_c49_placeholders_are_padded_even_where_the_engine_pads_nothing() -> None:
+    our = ours()
+    our.scheduler.pad_input_ids_func = None
+    for rid, after, at in (("a", None, 3), ("b", "a", 14)):
+        request = our.turn(rid, A_IDS, image(number=at), after=after)
+        assert list(request.origin_input_ids[at : at + 4]) == request.multimodal_inputs.mm_items[-1].padding_sequence(4)
+        assert list(request.origin_input_ids_unpadded[at : at + 4]) == [IMG] * 4
 
 
 def test_c32_a_table_of_another_width_is_refused() -> None:

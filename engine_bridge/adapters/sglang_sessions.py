@@ -621,7 +621,9 @@ class Attempt:
             return
         self.awaited = None
         request.multimodal_inputs = inputs
-        laid.write(request.origin_input_ids)  # an array of its own; what padded it may have taken text for placeholders
+        if request.origin_input_ids is request.origin_input_ids_unpadded:  # nobody padded it
+            request.origin_input_ids = request.origin_input_ids[:]
+        laid.write(request.origin_input_ids)  # whatever padded it may have taken text for placeholders
 
     def multimodal_inputs(self, given: Any = None) -> Any:
         """SGLang's MultimodalInputs of the whole prompt, which is laid out, its own. ``given``: the turn's."""

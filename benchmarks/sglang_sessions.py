@@ -5,9 +5,9 @@ from the arrival of a request until it stands in the queue, and at the request's
 ``extend_image_inputs``, the check for the end. Ours has gone through every turn; SGLang's history of as many turns was put there in
 one, since its arrays of 1,000 turns would take 12 GB.
 
-Expected before the first run: the tree's part (checks, two nodes, a head) 60-100 µs for text and 200 µs for an image turn at
-any depth. The rest is the copy that SGLang's request holds of its own: 8 B a token of ids, once more where sentinels stand in them,
-24 B a token of positions and an item object for each image, 2-3 ms for a million tokens.
+Expected before the first run: the tree's part (checks, two nodes, a head) 60-100 µs for text and 200 µs for an image turn at any
+depth. The rest is what SGLang's request holds of its own: 8 B a token of ids, once more where sentinels stand in them, and an
+object for each item; 2-3 ms for a million tokens, more where every page of that is new to the process.
 """
 
 from __future__ import annotations
@@ -115,13 +115,14 @@ def theirs(image: bool, turns: int) -> float:
         inputs = images([turn * TOKENS + 101 for turn in range(turns)], table)
     before = served(controller, session, request("s", array("q", history.tolist()), None, inputs), inputs)
 
-    table = own_table()
+    table, rid = own_table(), before.rid
 
     def turn() -> None:
+        nonlocal rid
         inputs = images([101], table) if image else None
-        served(controller, session, request("s", prompt_ids(image), before.rid, inputs), inputs)
+        rid = served(controller, session, request("s", prompt_ids(image), rid, inputs), inputs).rid
 
-    return median_of(turn, 5 if turns > 100 else 20) - arrival(image, table)
+    return median_of(turn, 15) - arrival(image, table)
 
 
 def arrival(image: bool, table: torch.Tensor) -> float:

@@ -178,6 +178,13 @@ class Layout:
         """Write the ids over the first of an array, which is at least as long."""
         np.frombuffer(ids, np.int64)[: self.stop] = self._ids[: self.stop]
 
+    def padded(self, unpadded: array[int]) -> array[int]:
+        """Another array, with the ids for the first of those."""
+        ids = array("q", [0]) * len(unpadded)
+        self.write(ids)
+        np.frombuffer(ids, np.int64)[self.stop :] = np.frombuffer(unpadded, np.int64)[self.stop :]
+        return ids
+
     def table(self) -> torch.Tensor:
         """The positions: (num_axes, stop), a view of what is never written to again."""
         return self._table[:, : self.stop]

@@ -333,10 +333,7 @@ class TreeSession:
             refused.set_finish_with_abort(str(error))
             return refused
         unpadded = attempt.input_ids()
-        padded = unpadded
-        if attempt.layout is not None:
-            padded = unpadded[:]
-            attempt.layout.write(padded)
+        padded = unpadded if attempt.layout is None else attempt.layout.padded(unpadded)
         made = made_by(origin_input_text=None, origin_input_ids=padded, origin_input_ids_unpadded=unpadded, session=self, **given)
         made.tokenizer = tokenizer
         made.multimodal_inputs = inputs

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -982,6 +983,31 @@ def test_c65_a_streaming_session_rewinds_by_an_earlier_requests_id() -> None:
     session = our.controller.get("s")
     assert session.reply("c").parent == session.reply("d").parent and session.reply("c") != session.reply("d")
     assert refused(our.send("f", [1], after="nobody")) and other.finished_reason is not None
+
+
+def test_sglangs_own_streaming_cache_runs_on_it() -> None:
+    cache = engine("sglang.srt.session.streaming_session").StreamingSession(MagicMock(page_size=1))
+    our = ours(streaming=True)
+
+    def admitted(request: Any) -> Any:
+        request.kv.req_pool_idx, request.kv.kv_allocated_len, request.kv.kv_committed_len = 0, 6, 6
+        cache.take(request)
+        return request
+
+    first = admitted(our.send("a", [1, 2]))
+    first.output_ids.extend([10, 11, 2, 12])
+    first.update_finish_state(4)
+    assert cache.try_cache_finished_req(first) and list(first.output_ids) == [10, 11, 2]
+    second = our.send("b", [5])
+    assert cache.find_active_slot(second) is cache.slots["s"] and cache.slots["s"].kv.kv_committed_len == 5
+    second.kv = cache.slots["s"].kv
+    second.finished_reason = engine(REQUESTS).FINISH_ABORT()
+    assert not cache.try_cache_finished_req(second) and "s" not in cache.slots
+    third = admitted(our.send("c", [6]))
+    turned_away = our.send("d", [7])
+    assert refused(turned_away) and cache.find_active_slot(turned_away) is None
+    assert list(our.generate(third, [8]).origin_input_ids) == [1, 2, 10, 11, 2, 6]
+    assert our.controller.get("s").in_flight() == () and our.controller.get("s").reply("b") is None
 
 
 @pytest.mark.parametrize("params", [{"replace": True}, {"drop_previous_output": True}, {"offset": 1}])

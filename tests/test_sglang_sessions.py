@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -24,7 +25,9 @@ from hypothesis import strategies as st
 from engine_bridge.adapters import sglang_media, sglang_sessions
 from engine_bridge.adapters.sglang_sessions import CARRIED, REFUSED, SessionTreeController
 from sessiontree import SessionStore
+from tests import reference as ref
 from tests.conftest import SOAK
+from tests.reference import Segment
 from tests.sglang_engine import engine, needs_sglang
 from tests.sglang_scheduler import (
     CONTROLLER,
@@ -37,7 +40,24 @@ from tests.sglang_scheduler import (
     processed,
     refused,
 )
-from tests.toy import A_IDS, A_TABLE, IMG, VE, VID, VS, Block, a_turn, grow, image, new_session, reply, toy_scheme, video
+from tests.toy import (
+    A_IDS,
+    A_TABLE,
+    IMG,
+    VE,
+    VID,
+    VS,
+    Block,
+    a_turn,
+    grow,
+    image,
+    new_session,
+    reference_scheme,
+    reply,
+    toy_scheme,
+    turn,
+    video,
+)
 
 pytestmark = needs_sglang
 MEDIA_AT_END = [1, VS, IMG, IMG, IMG, IMG]
@@ -965,6 +985,31 @@ def test_c65_a_streaming_session_rewinds_by_an_earlier_requests_id() -> None:
     assert refused(our.send("f", [1], after="nobody")) and other.finished_reason is not None
 
 
+def test_sglangs_own_streaming_cache_runs_on_it() -> None:
+    cache = engine("sglang.srt.session.streaming_session").StreamingSession(MagicMock(page_size=1))
+    our = ours(streaming=True)
+
+    def admitted(request: Any) -> Any:
+        request.kv.req_pool_idx, request.kv.kv_allocated_len, request.kv.kv_committed_len = 0, 6, 6
+        cache.take(request)
+        return request
+
+    first = admitted(our.send("a", [1, 2]))
+    first.output_ids.extend([10, 11, 2, 12])
+    first.update_finish_state(4)
+    assert cache.try_cache_finished_req(first) and list(first.output_ids) == [10, 11, 2]
+    second = our.send("b", [5])
+    assert cache.find_active_slot(second) is cache.slots["s"] and cache.slots["s"].kv.kv_committed_len == 5
+    second.kv = cache.slots["s"].kv
+    second.finished_reason = engine(REQUESTS).FINISH_ABORT()
+    assert not cache.try_cache_finished_req(second) and "s" not in cache.slots
+    third = admitted(our.send("c", [6]))
+    turned_away = our.send("d", [7])
+    assert refused(turned_away) and cache.find_active_slot(turned_away) is None
+    assert list(our.generate(third, [8]).origin_input_ids) == [1, 2, 10, 11, 2, 6]
+    assert our.controller.get("s").in_flight() == () and our.controller.get("s").reply("b") is None
+
+
 @pytest.mark.parametrize("params", [{"replace": True}, {"drop_previous_output": True}, {"offset": 1}])
 def test_streaming_only_appends(params: dict[str, Any]) -> None:
     their, our = both(streaming=True)
@@ -1090,6 +1135,138 @@ def test_whatever_fails_leaves_everything_as_it_was(steps: list[dict[str, Any]],
     assert ([frozen(request) for request in finished], list(session.tree.tree.heads), len(session.tree.tree)) == before
 
 
+# Anything at all, against lists
+
+
+def cut(context: list[Segment], length: int) -> list[Segment] | None:
+    """The first tokens of a context; None where that cuts an item."""
+    kept: list[Segment] = []
+    for segment in context:
+        size = min(len(segment.tokens), length)
+        length -= size
+        ends = [(item, item.spans[0][0], sum(item.spans[-1])) for item in segment.items]
+        if any(first < size < last for _, first, last in ends):
+            return None
+        kept.append(Segment(segment.origin, segment.tokens[:size], tuple(item for item, _, last in ends if last <= size)))
+    return [segment for segment in kept if segment.tokens]
+
+
+class Lists:
+    """What is known of a session, as lists: contexts of finished requests by rid, and prompts of those that run."""
+
+    def __init__(self) -> None:
+        self.contexts: dict[str, tuple[int, list[Segment]]] = {}
+        self.running: dict[str, tuple[Any, list[Segment], bool]] = {}
+
+    def prompt(self, rid: str, new: Segment, given: dict[str, Any]) -> list[Segment] | None:
+        """The prompt that a request has; None if it is refused."""
+        after, offset = given.get("after"), given.get("offset")
+        if rid in self.contexts or rid in self.running:
+            return None
+        before: list[Segment] | None = []
+        if after is not None:
+            if after in self.running and given.get("replace"):
+                before = self.running[after][1]
+            elif after in self.contexts and after not in self.running:
+                length, before = self.contexts[after]
+                before = cut(before, length) if given.get("drop_previous_output") else before
+            else:
+                return None
+            total = len(ref.input_ids(before or []))
+            length = offset if offset and offset > 0 else total + (offset or 0)
+            if not 0 <= length <= total:
+                return None
+            before = cut(before or [], length)
+        prompt = None if before is None else [segment for segment in (*before, new) if segment.tokens]
+        return prompt or None
+
+
+def same_as(request: Any, prompt: list[Segment]) -> None:
+    ids, table = ref.input_ids(prompt), ref.replay(reference_scheme(), prompt, "as_decoded")
+    assert list(request.origin_input_ids_unpadded) == ids
+    spans = [(first, last) for _, first, last in ref.media_spans(prompt)]
+    inputs = request.multimodal_inputs
+    held = [] if inputs is None else inputs.mm_items
+    assert [offset for each in held for offset in each.offsets] == [(first, last - 1) for first, last in spans]
+    for each in held:
+        for first, last in each.offsets:
+            ids[first : last + 1] = each.padding_sequence(last + 1 - first)
+    assert list(request.origin_input_ids) == ids
+    assert np.array_equal(prefilled(request, 0, len(ids)), table.positions)
+    assert inputs is None or inputs.mrope_position_delta.item() == table.delta
+
+
+@settings(max_examples=2000 if SOAK else 100)
+@given(data=st.data())
+def test_whatever_happens_it_is_what_lists_would_be(data: st.DataObject) -> None:
+    draw = data.draw
+    our, known = ours(keep_features=True), Lists()
+    for number in range(draw(st.integers(1, 14))):
+        what = draw(st.sampled_from(["send", "send", "send", "finish", "finish", "abort", "forget", "retract", "restart"]))
+        if what == "send":
+            rids = [*known.contexts, *known.running, "nobody"]
+            rid = draw(st.sampled_from(rids[:-1])) if rids[1:] and draw(st.integers(0, 9)) == 9 else f"r{number}"
+            given: dict[str, Any] = {}
+            if draw(st.integers(0, 4)):
+                given["after"] = draw(st.sampled_from(rids))
+            for name in ("replace", "drop_previous_output"):
+                if draw(st.integers(0, 3)) == 3:
+                    given[name] = True
+            if draw(st.booleans()):
+                given["offset"] = draw(st.integers(-12, 25))
+            blocks = draw(st.lists(st.sampled_from([image(), image(8, 4, 1), video(2, 4, 4, 3)]), max_size=2))
+            pieces: list[Any] = draw(st.lists(st.integers(5, 50), max_size=3))
+            for block in blocks:
+                pieces += [VS, block, *draw(st.lists(st.integers(5, 50), max_size=2))]
+            new = turn(*pieces)
+            prompt = known.prompt(rid, new, given)
+            request = our.send(rid, new.tokens, *blocks, **given)
+            our.queue.clear()
+            assert (refused(request) is None) == (prompt is not None), refused(request)
+            if prompt is None:
+                continue
+            same_as(request, prompt)
+            reset = given.get("replace") and given.get("after") is None
+            for other in [*known.running] if reset else [given["after"]] if given.get("replace") else []:
+                if other in known.running:
+                    assert refused(known.running.pop(other)[0]) == "Aborted"
+            known.running[rid] = request, prompt, bool(reset)
+        elif known.running and what != "restart":
+            rid = draw(st.sampled_from([*known.running]))
+            request, prompt, resets = known.running[rid]
+            if what == "retract":
+                request.output_ids.extend(draw(st.lists(st.integers(5, 50), max_size=3)))
+                retracted(request)
+                so_far = [*prompt, Segment("generated", tuple(request.output_ids))]
+                assert np.array_equal(prefilled(request), ref.replay(reference_scheme(), so_far, "as_decoded").positions)
+                continue
+            del known.running[rid]
+            if what == "forget":
+                del request
+            elif what == "abort":
+                request.to_finish = engine(REQUESTS).FINISH_ABORT()
+                request.update_finish_state()
+            else:
+                step = draw(st.lists(st.sampled_from([2, 7, 8, 9]), min_size=1, max_size=4))
+                request.output_ids.extend(step)
+                request.sampling_params.max_new_tokens = len(request.output_ids)
+                request.update_finish_state(len(step))
+                stop = len(request.output_ids) - len(step) + (step.index(2) + 1 if 2 in step else len(step))
+                if resets:
+                    known.contexts.clear()
+                known.contexts[rid] = len(ref.input_ids(prompt)), [*prompt, Segment("generated", tuple(request.output_ids[:stop]))]
+        elif what == "restart":
+            our = Engine(controller(store=our.controller.store, keep_features=True))
+            known.running.clear()
+        session = our.controller.get("s")
+        assert set(session.in_flight()) == {*known.running}
+        for rid, (length, context) in known.contexts.items():
+            reply, table = session.reply(rid), ref.replay(reference_scheme(), context, "as_decoded")
+            assert (reply.start, reply.input_ids().tolist()) == (length, ref.input_ids(context))
+            assert [span for _, *span in reply.media_spans()] == [[*span] for _, *span in ref.media_spans(context)]
+            assert np.array_equal(reply.positions(), table.positions) and reply.mrope_position_delta == table.delta
+
+
 # On disk
 
 
@@ -1112,15 +1289,15 @@ CONVERSATION: list[Callable[[Engine], Any]] = [
 @pytest.mark.parametrize("killed_after", range(1, len(CONVERSATION)))
 def test_killed_and_reopened_it_goes_on_as_if_nothing_had_been(killed_after: int, tmp_path: Path) -> None:
     never = ours()
-    expected = [seen(turn(never)) for turn in CONVERSATION]
+    expected = [seen(serve(never)) for serve in CONVERSATION]
     first = Engine(controller(store=SessionStore.open(tmp_path / "one", durability="commit"), keep_features=True))
     first.open(timeout=30.0)
-    for turn in CONVERSATION[:killed_after]:
-        turn(first)
+    for serve in CONVERSATION[:killed_after]:
+        serve(first)
     running = first.send("lost", [1], after="a")
     second = reopened(tmp_path / "one", tmp_path / "two", keep_features=True)
     assert refused(running) is None and refused(second.send("x", [1], after="lost"))
-    again = [seen(turn(second)) for turn in CONVERSATION[killed_after:]]
+    again = [seen(serve(second)) for serve in CONVERSATION[killed_after:]]
     assert again == expected[killed_after:]
     ids = [each.controller.get("s").reply("f").id for each in (never, second)]
     assert ids[0] == ids[1] and second.controller.get("s").timeout == 30.0

@@ -17,6 +17,7 @@ import torch
 
 from engine_bridge.adapters.pending import PendingPrompt
 from sessiontree import Features, MediaItem, MediaSpanError, Node, Unsupported, media_identity
+from sessiontree.frozen import to_numpy
 from sessiontree.node import deepest_to, lowest_common_ancestor
 from sessiontree.positions import PositionScheme
 
@@ -63,7 +64,7 @@ def media_item(item: Any, prefix_len: int = 0) -> MediaItem:
     data = item.model_specific_data
     grid = data.get(f"{kind}_grid_thw")
     if grid is not None:
-        rows = np.asarray(grid).reshape(-1, 3)
+        rows = np.asarray(to_numpy(grid)).reshape(-1, 3)
         if len(rows) != 1:
             raise Unsupported(f"a {kind} item with {len(rows)} grids; a session takes one item for each {kind}", item=item)
         grid = rows[0]
@@ -81,8 +82,8 @@ def media_item(item: Any, prefix_len: int = 0) -> MediaItem:
         identity,
         spans,
         grid_thw=grid,
-        second_per_grid_ts=None if seconds is None else float(np.asarray(seconds).reshape(-1)[0]),
-        audio_feature_length=None if length is None else int(np.asarray(length).reshape(-1)[0]),
+        second_per_grid_ts=None if seconds is None else float(np.asarray(to_numpy(seconds)).reshape(-1)[0]),
+        audio_feature_length=None if length is None else int(np.asarray(to_numpy(length)).reshape(-1)[0]),
         extra=extra,
     )
 

@@ -711,7 +711,7 @@ def _check_table(given: Any, before: PendingPrompt, after: PendingPrompt) -> Non
             limit=(scheme.num_axes, count),
         )
     if not scheme.floats:
-        differs = (given.numpy() + int(scheme.next_position(before.state)) != after.last_positions()).any(axis=0)
+        differs = (given.cpu().numpy() + int(scheme.next_position(before.state)) != after.last_positions()).any(axis=0)
         if differs.any():
             at = before.stop + int(differs.argmax())
             raise PositionError(f"SGLang's processor places token {at} elsewhere than {scheme.name} with its parameters", value=at)

@@ -230,12 +230,15 @@ class VLLM(Chain):
     def placed(self, pieces: Sequence[Piece], turn: Node | Draft) -> list[Piece]:
         """One piece an item: the range of vLLM's placeholder."""
         placed = list(pieces)
+        new = turn.start - turn.start % self.page_size
         for item in turn.media:
             content, before = item.content(), item.placeholders_before
             begin, stop = turn.start + item.spans[0][0], turn.start + sum(item.spans[-1])
-            first = turn.start - turn.start % self.page_size
-            first = max([first - 1, 0, *(piece.stop for piece in placed if piece.stop <= begin)])
-            begin, stop = _frames_range(turn, item, first, begin, stop)
+            if item.modality == "video" and turn.scheme.family in ("qwen3_vl", "glm4v"):
+                first = max([new - 1, 0, *(piece.stop for piece in placed if piece.stop <= begin)])
+                others = (turn.start + other.spans[0][0] for other in turn.media)
+                last = min((other for other in others if other >= stop), default=turn.stop)
+                begin, stop = _frames_range(turn, item, (first, begin, stop, last), new)
             number = _going_on(placed, content, before, _UNKNOWN)
             if number is not None:
                 begin = placed.pop(number).start
@@ -273,30 +276,27 @@ def _own(text: str) -> str:
     return text.encode().decode()
 
 
-def _frames_range(turn: Node | Draft, item: MediaItem, first: int, begin: int, stop: int) -> tuple[int, int]:
-    """vLLM's range of an item whose placeholders stand in path tokens ``[begin, stop)`` of this turn.
+def _frames_range(turn: Node | Draft, item: MediaItem, edges: tuple[int, int, int, int], new: int) -> tuple[int, int]:
+    """vLLM's range of a video of frames whose placeholders in this turn begin and end at the two middle ``edges``.
 
-    They are the range, except for a video of frames with text between them: there vLLM counts in what stands around the frames, for
-    Qwen3-VL from the first timestamp to the last vision_end, for GLM-4V from begin_of_video to end_of_video, where it stands as
-    vLLM writes it (``get_video_repl`` of ``models/qwen3_vl.py``, ``_construct_video_placeholder`` of ``models/glm4_1v.py``). Tokens
-    before ``first`` are not its own.
+    It counts in what stands around them, for Qwen3-VL from the first timestamp to the last vision_end, for GLM-4V from
+    begin_of_video to end_of_video, where it stands as vLLM writes it (``get_video_repl`` of ``models/qwen3_vl.py``,
+    ``_construct_video_placeholder`` of ``models/glm4_1v.py``). Tokens outside the outer edges are other items', or an earlier
+    turn's; no range begins before ``new``, where pages are hashed already.
     """
+    first, begin, stop, last = edges
     scheme = turn.scheme
-    if item.modality != "video" or scheme.family not in ("qwen3_vl", "glm4v"):
-        return begin, stop
     qwen = scheme.family == "qwen3_vl"
     names = ("vision_start", "vision_end") if qwen else ("image_start", "image_end", "video_start", "video_end")
     marks = [scheme.params.get(f"{name}_token_id", -1) for name in names]
-    ids = turn.input_ids(first, turn.stop, copy=False)
+    ids = turn.input_ids(first, last, copy=False)
     before, behind = ids[: begin - first], ids[stop - first :]
     ends = behind[:1].tolist() == marks[1:2]
-    if item.placeholders_before:
-        pass
-    elif qwen and before[-1:].tolist() == marks[:1]:
+    if qwen and not item.placeholders_before and before[-1:].tolist() == marks[:1]:
         around = np.flatnonzero(np.isin(before[:-1], marks))  # the delimiter that the first timestamp stands behind
         if len(around) and before[around[-1]] == marks[0]:
             begin = first + int(around[-1]) + 1
-    elif not qwen and before[-2:].tolist() == [marks[2], marks[0]]:
+    if not qwen and not item.placeholders_before and before[-2:].tolist() == [marks[2], marks[0]] and begin - 2 >= new:
         begin -= 2
     if qwen:
         return begin, stop + ends

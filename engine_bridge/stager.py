@@ -67,9 +67,11 @@ class _Ring:
             self._steps(at, words, kernel)
             return
         graph = self.graphs.get((at, words, variant))
-        if graph is None:
-            graph = self.graphs[at, words, variant] = self._captured(at, words, kernel)
-        graph.replay()
+        if graph is not None:
+            graph.replay()
+        else:  # this time without a graph, by which the kernel is compiled too
+            self._steps(at, words, kernel)
+            self.graphs[at, words, variant] = self._captured(at, words, kernel)
 
     def _steps(self, at: int, words: int, kernel: Callable[[int], None]) -> None:
         if words:
@@ -84,7 +86,6 @@ class _Ring:
         self.device[:words].copy_(self.host[at][:words], non_blocking=True)
 
     def _captured(self, at: int, words: int, kernel: Callable[[int], None]) -> Any:
-        self._steps(at, words, kernel)  # compiled before anything is captured
         torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -55,3 +55,12 @@ def compare(family: str, rule: str, seed: int, by_kernels: Callable[..., InputSt
                     stager.rollback(step, [min(count, 2) for count in counts])
                     stager.decode(step, width)
                 same(one, two, (family, rule, seed, "decode"))
+                for turn in range(4):  # the same slots again and again, with tokens that are on the device
+                    for stager in (one, two):
+                        sampled = torch.from_numpy(tokens[:, turn % 3]).to(stager.device)
+                        if turn % 2:
+                            stager.sampled_tokens[: len(step), 0].copy_(sampled)
+                            sampled = stager.sampled_tokens[: len(step), 0]
+                        stager.advance(step, sampled)
+                        stager.decode(np.array(step, np.int32), width)
+                    same(one, two, (family, rule, seed, "advance"))

@@ -659,7 +659,7 @@ def test_c73_a_row_does_not_keep_its_batch(kind: str) -> None:
     counted = store.usage().feature_bytes - before
     assert counted == features.nbytes
     assert counted <= 2 * row_bytes
-    assert retained <= counted + 2**14
+    assert retained <= counted + 2**16  # beside what is loaded and cached on first use
     name = features.names[0]
     if kind == "bfloat16":
         assert torch.equal(torch.tensor(features[name]).view(torch.bfloat16).float(), torch.tensor(expected))

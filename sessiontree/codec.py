@@ -168,6 +168,7 @@ _UINT32: Final = 0xCE
 _BIN8: Final = 0xC4
 _UINT64: Final = 0xCF
 _BIN32: Final = Struct(">BI")
+_LONGEST_NAME: Final = 4096  # bytes of a name that is looked for in what is left of a record
 _LARGE: Final = 2**16  # bytes of tokens, from which on msgpack gives their length 32 bits
 
 _ORIGINS: Final[tuple[Origin, ...]] = ("input", "generated")
@@ -195,6 +196,18 @@ def key_digest(key: str | None) -> int:
 def name_digest(name: str) -> bytes:
     """The id in the entries of a session, by its id, and of a head, by its name: sha256."""
     return sha256(name.encode()).digest()
+
+
+def name_in(data: bytes, digest: bytes) -> str | None:
+    """The name in what is left of a session's or a head's record, where anything in its place still has the :func:`name_digest`."""
+    first = _READ.size + 1  # behind the byte of an array; then up to five for the type and the length of a text
+    for start in range(first, min(first + 6, len(data))):
+        so_far = sha256()
+        for stop in range(start, min(start + _LONGEST_NAME, len(data))):
+            so_far.update(data[stop : stop + 1])
+            if so_far.digest() == digest:
+                return data[start : stop + 1].decode(errors="replace")
+    return None
 
 
 def alias_digest(namespace: Namespace, alias: str) -> bytes:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from sessiontree.backends.frames import (
     CHUNK,
@@ -14,23 +17,38 @@ from sessiontree.backends.frames import (
     FRAME_OVERHEAD,
     HEAD,
     HEADER,
+    MAX_RECORD,
     NO_BASE,
     PLACE,
     PREFIX_SIZE,
     Base,
     Cover,
     End,
+    Entries,
     Header,
     Keys,
     Window,
     crc32,
     header_at,
+    is_sound,
     numbered,
     read_cover,
     segment_path,
 )
 from sessiontree.backends.system import System
 from sessiontree.errors import CorruptTree, IncompatibleStore
+
+_WRONG: Final = "it is not what was written"
+
+
+class _Found(NamedTuple):
+    """A whole record: from its head to its end. ``head``: as it was written, and as it is there if ``headed``."""
+
+    start: int
+    stop: int
+    row: bytes
+    head: bytes
+    headed: bool = True
 
 
 class Scan:
@@ -57,11 +75,13 @@ class Scan:
         self.sealed = False  # nothing may be appended to the last segment
         self.damaged: list[tuple[int, int, int]] = []
         self.reasons: list[str] = []  # of each
+        self.harmless: list[bool] = []  # of each: whether every record that was there is known and whole
         self.tail: deque[End] = deque()  # ends before the frames of this segment that are not known to be synced
         self.walked: list[tuple[End, End, Cover | None]] = []  # of each segment: from, to, its sidecar
         self._rows: list[bytes | memoryview] = []
         self._gap = False  # sequences may jump: damage that was reported hides how many are missing
         self._covers: dict[int, Cover | None] = {}
+        self._covered: tuple[int, Entries] = 0, np.empty(0, ENTRY)  # what the sidecar of one segment says
         self._checked = False  # the rest of this segment was looked at once
         self._sidecars: list[int] = []
 
@@ -83,6 +103,7 @@ class Scan:
         segments = sorted(numbered(names, ".seg", self._first))
         self.walked = []
         self._covers = {}
+        self._covered = 0, np.empty(0, ENTRY)
         self._sidecars = numbered(names, ".idx", self._first)
         if not self.at.segment and (segments or self._sidecars or self.synced):
             self._enter(self._first)
@@ -266,7 +287,7 @@ class Scan:
             self._covers[segment] = read_cover(self._system, path, self._keys, segment)
         return self._covers[segment]
 
-    def _damage(self, start: int, stop: int, what: str) -> None:
+    def _damage(self, start: int, stop: int, what: str, *, harmless: bool = False) -> None:
         segment = self.at.segment
         if self._strict:
             raise CorruptTree(
@@ -276,21 +297,21 @@ class Scan:
             )
         self.damaged.append((segment, start, stop))
         self.reasons.append(what)
+        self.harmless.append(harmless)
 
     def _skip(self, window: Window, stop: int, later: bool) -> bool:
         """Note the damage at ``at``, keep the records in it that are whole, and go behind it."""
         at = self.at
         start, header = next(self._headers(window, at.offset), (stop, None))
         if header is None or start > at.offset:
-            self._salvage(window, at.offset, start)
+            self._salvage_frames(window, start, header)
             self.at = self.at._replace(offset=start)
             self._gap = True
         elif not self._next(header):
             self._damage(at.offset, at.offset, f"frame {header.sequence} stands here")
             self._gap = True
         else:
-            body = at.offset + HEADER.size
-            self._salvage(window, body, min(body + header.length, window.size()), body + header.length + CRC.size)
+            self._salvage_frame(window, header)
             end = at.offset + FRAME_OVERHEAD + header.length
             self.at = self.at._replace(offset=end, sequence=header.sequence, frame=at.offset, frame_crc=header.crc)
         if header is None and not later:
@@ -298,23 +319,121 @@ class Scan:
             self.sealed = True
         return header is not None
 
-    def _salvage(self, window: Window, start: int, stop: int, footer: int = 0) -> None:
+    def _salvage_frames(self, window: Window, stop: int, following: Header | None) -> None:
+        """Keep what is whole between ``at`` and ``stop``, where no header is sound. ``following``: the header there."""
+        start, segment = self.at.offset, self.at.segment
+        found = self._whole_records(window, start, stop)
+        cover = self._cover(segment)
+        if following is not None:
+            alone = following.sequence == self.at.sequence + 2
+        else:
+            alone = cover is not None and (cover.last, cover.stop) == (self.at.sequence + 1, stop)
+        body, end = start + HEADER.size, stop - CRC.size
+        ends, starts = [body, *(each.stop for each in found)], [*(each.start for each in found), end]
+        harmless = alone and not self._gap and ends == starts
+        self._keep(found, start, stop, harmless=harmless)
+
+    def _salvage_frame(self, window: Window, header: Header) -> None:
+        """Keep what is whole of the frame at ``at``, whose header is."""
+        body = self.at.offset + HEADER.size
+        end = body + header.length
+        found = self._whole_records(window, body, min(end, window.size()))
+        footer = window.get(end, CRC.size)
+        if len(found) < header.records:
+            found = self._with_one_more(window, found, body, end, header, footer)
+        complete = len(found) == header.records
+        sound = footer == CRC.pack(crc32(b"".join(each.head for each in found), header.crc))
+        beside = complete and not sound  # of an incomplete frame nobody can say
+        self._keep(found, body, end + CRC.size if beside else end, harmless=complete)
+
+    def _keep(self, found: list[_Found], start: int, stop: int, *, harmless: bool) -> None:
+        """Note records, and as damage all that lies beside them, or that there is nothing where something was."""
+        done = start
+        known = len(self.damaged)
+        for record in found:
+            begun = record.start if record.headed else record.start + HEAD.size
+            if begun > done:
+                only_head = not record.headed and done == record.start
+                what = "the head of a whole record is damaged" if only_head else _WRONG
+                self._damage(done, begun, what, harmless=harmless)
+            done = record.stop
+        if done < stop or len(self.damaged) == known:
+            self._damage(done, stop, _WRONG, harmless=harmless)
+        self._rows.append(b"".join(record.row for record in found))
+        self.at = self.at._replace(records=self.at.records + len(found))
+
+    def _whole_records(self, window: Window, start: int, stop: int) -> list[_Found]:
+        """The records between two places that are whole, if need be by what a sidecar or their own crc says, in order."""
         magic = CRC.pack(self._keys.magic)
-        rows: list[bytes] = []
+        found: list[_Found] = []
         done, place = start, window.find(magic, start)
-        gaps = 0
         while 0 <= place < stop:
-            found = self._record(window, place, stop)
-            if found is None:
+            record = self._record(window, place, stop)
+            if record is None:
                 place = window.find(magic, place + 1)
                 continue
-            if place > done:
-                self._damage(done, place, "no whole frame")
-                gaps += 1
-            rows.append(found[1])
-            done = found[2]
+            head, row, end = record
+            found += [*self._headless(window, done, place), _Found(place, end, row, head)]
+            done = end
             place = window.find(magic, done)
-        if done < stop or not gaps:
-            self._damage(done, max(stop, footer), "no whole frame")
-        self._rows.append(b"".join(rows))
-        self.at = self.at._replace(records=self.at.records + len(rows))
+        return [*found, *self._headless(window, done, stop)]
+
+    def _headless(self, window: Window, start: int, stop: int) -> Iterator[_Found]:
+        """Records between two places that are whole but for their heads: as a sidecar says, or as what is left of a head says."""
+        for place, length, crc in self._entries_between(start + HEAD.size, stop):
+            if place - HEAD.size >= start and (record := self._found(window, stop, place, length, crc)):
+                yield from self._beheaded(window, start, record.start)
+                yield record
+                start = record.stop
+        yield from self._beheaded(window, start, stop)
+
+    def _beheaded(self, window: Window, start: int, stop: int) -> Iterator[_Found]:
+        """The same, one behind the other from ``start`` on, without a sidecar."""
+        while start + HEAD.size < stop:
+            place = start + HEAD.size
+            _, length, crc = HEAD.unpack(window.get(start, HEAD.size).ljust(HEAD.size, b"\0"))
+            record = self._found(window, stop, place, length, crc) or self._found(window, stop, place, stop - place, crc)
+            if record is None:
+                return
+            yield record
+            start = record.stop
+
+    def _found(self, window: Window, stop: int, place: int, length: int, crc: int | None = None) -> _Found | None:
+        """The record that lies at a place and ends before ``stop``, if its checksum is ``crc``. None: whatever it is."""
+        if not 0 < length <= min(stop - place, MAX_RECORD):
+            return None
+        record = window.get(place, length)
+        crc = crc32(record, self._keys.seed ^ length) if crc is None else crc
+        if not is_sound(record, length, crc, self._keys.seed):
+            return None
+        row = self._entry_of(record) + PLACE.pack(self.at.segment, place, length, crc)
+        return _Found(place - HEAD.size, place + length, row, HEAD.pack(self._keys.magic, length, crc), headed=False)
+
+    def _with_one_more(
+        self, window: Window, found: list[_Found], start: int, stop: int, header: Header, footer: bytes
+    ) -> list[_Found]:
+        """The records of a frame with the only one that is missing, if the checksum of all heads says that it is whole."""
+        ends = [start, *(each.stop for each in found)], [*(each.start for each in found), stop]
+        gaps = [(number, a, b) for number, (a, b) in enumerate(zip(*ends, strict=True)) if b > a]
+        if len(gaps) != 1 or len(found) + 1 != header.records:
+            return found
+        [(number, begin, end)] = gaps
+        try:
+            record = self._found(window, end, begin + HEAD.size, end - begin - HEAD.size)
+        except CorruptTree:  # bytes that are no record
+            record = None
+        if record is None:
+            return found
+        more = [*found[:number], record, *found[number:]]
+        return more if footer == CRC.pack(crc32(b"".join(each.head for each in more), header.crc)) else found
+
+    def _entries_between(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Offset, length and crc of the records that begin there as the sidecar of this segment says."""
+        segment = self.at.segment
+        if self._covered[0] != segment:
+            cover = self._cover(segment)
+            self._covered = segment, np.frombuffer(b"" if cover is None else b"".join(cover.rows), ENTRY)
+        rows = self._covered[1]
+        low, high = np.searchsorted(rows["offset"], (start, stop))
+        found: list[tuple[int, int, int]] = rows[["offset", "length", "crc"]][low:high].tolist()
+        return found

@@ -50,7 +50,7 @@ def fsck(
     if as_json:
         write_json(facts | {"salvage": rescue})
         return Code.FINE if report.ok else Code.FOUND
-    write(styled("nothing is damaged", fg="green") if report.ok else styled("DAMAGED", fg="red", bold=True))
+    write(_verdict(report))
     _write_report(facts)
     if rescue is not None:
         write(f"what is sound was written to {safe(str(salvage))}")
@@ -58,6 +58,16 @@ def fsck(
     elif not report.ok:
         write("--salvage NEW writes what is sound to a new store.")
     return Code.FINE if report.ok else Code.FOUND
+
+
+def _verdict(report: Any) -> str:
+    """In one line how bad it is."""
+    if not report.ok:
+        line = styled("DAMAGED", fg="red", bold=True)
+        return line + ("; nothing is lost: all records can be read" if report.lossless else "")
+    if report.sidecars:
+        return styled("nothing is lost; an index is damaged, which the next writer makes again", fg="yellow")
+    return styled("nothing is damaged", fg="green")
 
 
 def _write_report(facts: dict[str, Any], indent: str = "") -> None:
@@ -73,7 +83,8 @@ def _write_report(facts: dict[str, Any], indent: str = "") -> None:
 def _described(found: Any) -> str:
     """One thing that was found, in a line."""
     if not isinstance(found, dict):
-        return "/".join(_name(each) for each in found) if isinstance(found, list) else _name(str(found), 64)
+        names = found if isinstance(found, list) else [found]
+        return "/".join("(a lost name)" if each is None else _name(str(each), 64) for each in names)
     if "what" not in found:
         return ", ".join(f"{name} {value}" for name, value in flat(found))
     line = safe(str(found["what"]))
@@ -83,6 +94,9 @@ def _described(found: Any) -> str:
     where += [f"node {found['node_id'][:16]}"] if found.get("node_id") else []
     below = [node[:8] for node in found.get("dependents") or ()]
     lost = f"; with it {_count(len(below), 'node')} below: {_listed(below)}" if below else ""
+    named_by = [node[:8] for node in found.get("named_by") or ()]
+    lost += f"; features of {_count(len(named_by), 'node')}: {_listed(named_by)}" if named_by else ""
+    lost += "; nothing is lost by it" if found.get("harmless") else ""
     return line + (f" ({', '.join(where)})" if where else "") + lost
 
 

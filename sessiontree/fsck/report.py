@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sessiontree import codec
+from sessiontree.backends import blobs
 from sessiontree.backends.base import Progress
 from sessiontree.backends.frames import HEAD, NO_BASE, segment_path
-from sessiontree.fsck.survey import ALIEN, NONE, Problem, Sidecar, Survey, surveyed
+from sessiontree.fsck.survey import ALIEN, NONE, Move, Problem, Sidecar, Survey, surveyed
 
 
 @attrs.frozen
@@ -38,7 +39,14 @@ class Finding:
 
 @attrs.frozen
 class Damage(Finding):
-    """Bytes that are not what was written, or a record that cannot be what a store writes; what was there, if anything says so."""
+    """Bytes that are not what was written, or a record that cannot be what a store writes; what was there, if anything says so.
+
+    ``harmless``: nothing that the store shows is lost by it. ``named_by``: of features, ids of the nodes that name them, which can
+    be read without.
+    """
+
+    harmless: bool = False
+    named_by: tuple[bytes, ...] = ()
 
 
 @attrs.frozen
@@ -51,7 +59,9 @@ class Report:
     which readers pass over and the next writer makes again; ``unreachable``, what nothing needs any more (features that no node
     names, aliases of such media); ``strays``, files that are no part of a store; ``unknown_records`` of a later version.
 
-    ``repeated``: records that are there twice, which an interrupted writer may leave.
+    ``repeated``: records that are there twice, which an interrupted writer may leave. ``unknown_bytes``: damage of which nobody can
+    say what was there. ``older_heads``, (session, name): of which a later move is damaged; ``uncertain_heads``: of which there may
+    have been one.
     """
 
     path: str
@@ -67,6 +77,7 @@ class Report:
     repeated: int
     torn_bytes: int
     unreadable_bytes: int
+    unknown_bytes: int = 0
     damaged: tuple[Damage, ...] = ()
     dangling: tuple[Finding, ...] = ()
     wrong_ordinals: tuple[Finding, ...] = ()
@@ -75,15 +86,23 @@ class Report:
     sidecars: tuple[Finding, ...] = ()
     unreachable: tuple[Finding, ...] = ()
     strays: tuple[str, ...] = ()
+    older_heads: tuple[tuple[str | None, str | None], ...] = ()
+    uncertain_heads: tuple[tuple[str | None, str | None], ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether all that was ever durable is there and can be read."""
         return not (self.damaged or self.dangling or self.wrong_ordinals or self.cycles or self.misleading)
 
+    @property
+    def lossless(self) -> bool:
+        """Whether nothing that the store ever said is durable is lost, though it may not be ok."""
+        others = self.dangling or self.wrong_ordinals or self.cycles
+        return not others and all(damage.harmless for damage in self.damaged)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON has them; ids in hexadecimal."""
-        return {"ok": self.ok, **plain(self)}
+        return {"ok": self.ok, "lossless": self.lossless, **plain(self)}
 
 
 def plain(value: Any) -> Any:
@@ -118,7 +137,7 @@ class Examined:
         #: Sessions that were dropped; what stays of them is there for forks.
         self.dropped = {number for number, ordinals in survey.drops.items() if 0 in ordinals}
         self._explained: set[_Cause] = set()
-        self._unexplained = False  # a stretch of damage that says nothing of what was there
+        self._gone_moves = {number: self._move_of(number) for number in survey.gone if survey.rows["kind"][number] == codec.HEAD}
         self.damaged = (*self._files(), *self._stretches(), *self._bad_records(), *self._bad_features())
         self.dangling = (
             *self._dangling_nodes(),
@@ -163,24 +182,97 @@ class Examined:
         self._explained.add(cause)
         return self._orphans.get(cause, [])
 
-    def _session_id(self, session: int) -> str | None:
-        held = self.survey.sessions.get(session)
-        return None if held is None else held.record.session_id
+    def _move_of(self, number: int) -> tuple[int, str | None, Move | None]:
+        """Of a lost move of a head: its session, its name if that is known, the last move of it that is sound."""
+        session, identity = int(self.survey.rows["session"][number]), self.survey.id_of(number)
+        for (of, name), move in self.survey.heads.items():
+            if of == session and codec.name_digest(name) == identity:
+                return session, name, move
+        return session, self.survey.names.get(number), None
 
-    def _named(self, kind: int, session: int, ordinal: int, identity: bytes = b"") -> str:
+    def session_id(self, session: int) -> str | None:
+        """The id of a session, though its record be damaged; None where nobody can say."""
+        held = self.survey.sessions.get(session)
+        if held is not None:
+            return held.record.session_id
+        names = (name for number, name in self.survey.names.items() if self._is_record_of(number, session))
+        return next(names, None)
+
+    def _is_record_of(self, number: int, session: int) -> bool:
+        kind, of, *_ = self.survey.rows[number].item()
+        return bool(kind == codec.SESSION and of == session)
+
+    def _named(self, kind: int, session: int, ordinal: int) -> str:
         """What a record is, or was."""
-        name = self._session_id(session)
-        whose = f"session {session}" if name is None else f"session {name!r}"
-        heads = [name for of, name in self.survey.heads if of == session and codec.name_digest(name) == identity]
+        whose = self._whose(session)
         return {
             codec.SESSION: f"the record of {whose}",
             codec.NODE: f"node {ordinal} of {whose}",
-            codec.HEAD: f"a move of {f'head {heads[0]!r}' if heads else 'a head'} of {whose}",
             codec.OPENED: f"an opening of {whose}",
             codec.ALIAS: "an alias",
             codec.PIN: f"a pin in {whose}",
             codec.DROP: f"what was dropped of {whose}",
         }.get(kind, "a record of a later version")
+
+    def _whose(self, session: int) -> str:
+        name = self.session_id(session)
+        return f"session {session}" if name is None else f"session {name!r}"
+
+    def _moved(self, number: int) -> str:
+        """What a lost move of a head was, and what follows."""
+        session, name, last = self._gone_moves[number]
+        what = "a head whose name is lost" if name is None else f"head {name!r}"
+        if last is None:
+            return f"{what} of {self._whose(session)}, of which nothing else tells"
+        if last.number > number:
+            return f"a move of {what} of {self._whose(session)}, which was moved again since"
+        where = "is dropped" if last.ordinal is None else f"is at node {last.ordinal}"
+        return f"the last move of {what} of {self._whose(session)}, which {where} by the one before"
+
+    def older_heads(self) -> Iterator[tuple[int, str]]:
+        """Session and name of heads of which the last move is damaged, and one before it is not."""
+        found = {
+            (session, name): last.number < number for number, (session, name, last) in self._gone_moves.items() if name and last
+        }
+        yield from (head for head, older in found.items() if older and head[0] not in self.dropped)
+
+    def lost_heads(self) -> Iterator[tuple[int, str | None]]:
+        """Session and name, if that is known, of heads of which no move is sound."""
+        for _, (session, name, last) in self._last_gone_moves():
+            if last is None and session not in self.dropped:
+                yield session, name
+
+    def _last_gone_moves(self) -> Iterator[tuple[int, tuple[int, str | None, Move | None]]]:
+        """The last lost move of each head that has one."""
+        last = {(move[0], self.survey.id_of(number)): (number, move) for number, move in sorted(self._gone_moves.items())}
+        yield from last.values()
+
+    def lost_sessions(self) -> Iterator[tuple[int, str | None]]:
+        """Number and id, if that is known, of sessions that cannot be read: their own records, or those they rest on, are lost."""
+        survey = self.survey
+        known = {number for number, held in survey.sessions.items() if held.rules is not None}
+        of_sessions = np.isin(survey.rows["kind"], (codec.SESSION, codec.NODE, codec.HEAD))
+        numbers = set(survey.rows["session"][of_sessions].tolist()) | {session for session, _ in self._orphans}
+        for number in sorted(numbers - known - self.dropped):
+            yield number, self.session_id(number)
+
+    def lost_words(self, kind: int) -> Iterator[int]:
+        """Numbers of the lost records of a kind, pins or aliases, after which nothing else was said of the same."""
+        rows = self.survey.rows
+        for number in self.survey.gone:
+            if rows["kind"][number] == kind:
+                same = (rows["kind"] == kind) & (rows["session"] == rows["session"][number]) & (rows["id"] == rows["id"][number])
+                if int(np.flatnonzero(same)[-1]) == number:
+                    yield number
+
+    def uncertain_heads(self) -> Iterator[tuple[int, str]]:
+        """Session and name of heads that may have been moved later, in bytes of which nobody can say what they were."""
+        last = max(((stretch.segment, stretch.start) for stretch in self.survey.blind), default=(0, 0))
+        older = set(self.older_heads())
+        for head, move in self.survey.heads.items():
+            *_, segment, offset, _, _ = self.survey.rows[move.number].item()
+            if move.ordinal is not None and (segment, offset) < last and head not in older and head[0] not in self.dropped:
+                yield head
 
     # damage
 
@@ -191,7 +283,7 @@ class Examined:
             "BASE": "the log is read from the first segment on that is there, and what was dropped may have come back",
         }
         for name, why in self.survey.files_damaged.items():
-            yield Damage(f"{why}; {instead[name]}", name)
+            yield Damage(f"{why}; {instead[name]}", name, harmless=name == "FORMAT")
 
     def _stretches(self) -> Iterator[Damage]:
         """Damaged stretches of which nobody knows a record that was in them."""
@@ -201,10 +293,28 @@ class Examined:
             for number in survey.gone
             if number in survey.bad
         )
-        for segment, start, stop, why in survey.stretches:
-            if bisect_left(known, (segment, start)) == bisect_left(known, (segment, stop + HEAD.size)):
-                self._unexplained |= stop - start >= HEAD.size
-                yield Damage(f"{why} in {stop - start} bytes" if stop > start else why, _file_of(segment), segment, start)
+        behind = {place: number for number, place in self._places_of_sound()} if survey.stretches else {}
+        for stretch in survey.stretches:
+            segment, start, stop, why, harmless = stretch
+            if bisect_left(known, (segment, start)) != bisect_left(known, (segment, stop + HEAD.size)):
+                continue
+            where = _file_of(segment), segment, start
+            number = behind.get((segment, stop))
+            if harmless and number is not None and stop - start == HEAD.size:
+                kind, session, ordinal, *_ = survey.rows[number].item()
+                what = self._named(kind, session, ordinal) if kind != codec.HEAD else f"a move of a head of {self._whose(session)}"
+                identity = survey.id_of(number) if kind == codec.NODE else None
+                yield Damage(f"{why}: {what}", *where, self.session_id(session), identity, harmless=True)
+            elif harmless:
+                yield Damage(f"{stop - start} bytes around records that are all there", *where, harmless=True)
+            else:
+                yield Damage(f"{stop - start} bytes are not what was written" if stop > start else why, *where)
+
+    def _places_of_sound(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        rows = self.survey.rows
+        for number, place in enumerate(zip(rows["segment"].tolist(), rows["offset"].tolist(), strict=True)):
+            if number not in self.survey.gone:
+                yield number, place
 
     def _bad_records(self) -> Iterator[Damage]:
         survey = self.survey
@@ -213,23 +323,40 @@ class Examined:
             what = why
             if number in survey.gone:
                 sure = "" if survey.gone[number] else ", as what is left of it says"
-                what = f"{self._named(kind, session, ordinal, identity)}{sure}: {why}"
+                named = self._moved(number) if kind == codec.HEAD else self._named(kind, session, ordinal)
+                what = f"{named}{sure}: {why}"
             where = what, _file_of(segment), segment, offset
             if kind == codec.NODE:
                 aside = survey.aside[number]
                 below = () if aside else self._below([*self._children_of([number]), *self._orphaned((session, ordinal))])
-                yield Damage(*where, self._session_id(session), identity, below)
+                yield Damage(*where, self.session_id(session), identity, below)
             elif kind == codec.SESSION:
-                yield Damage(*where, self._session_id(session), None, self._below(self._orphaned((session, NONE))))
+                yield Damage(*where, self.session_id(session), None, self._below(self._orphaned((session, NONE))))
             else:
-                yield Damage(*where, None if kind in (codec.ALIAS, ALIEN) else self._session_id(session))
+                last = self._gone_moves[number][2] if number in self._gone_moves else None
+                harmless = kind == codec.OPENED or (last is not None and last.number > number)
+                yield Damage(*where, None if kind in (codec.ALIAS, ALIEN) else self.session_id(session), harmless=harmless)
 
     def _bad_features(self) -> Iterator[Damage]:
+        bad: dict[str, list[bytes]] = {os.path.basename(name): [] for name, why in self.survey.features.items() if why is not None}
+        for content, node_id in self._contents() if bad else ():
+            if content in bad:
+                bad[content].append(node_id)
         for name, why in self.survey.features.items():
             if why is not None:
-                yield Damage(why, self._below_store(name))
+                nodes = tuple(dict.fromkeys(bad[os.path.basename(name)]))
+                yield Damage(why, self.below_store(name), named_by=nodes, harmless=not nodes)
 
-    def _below_store(self, name: str) -> str:
+    def _contents(self) -> Iterator[tuple[str, bytes]]:
+        """Names of the files that features of media have, or would have, and the nodes that name them."""
+        survey = self.survey
+        with survey.reader() as read:
+            for number in np.flatnonzero((survey.rows["kind"] == codec.NODE) & ~survey.aside).tolist():
+                if number not in survey.bad:
+                    for content in codec.contents_of(read(survey.rows[number])):
+                        yield blobs.file_name(content), survey.id_of(number)
+
+    def below_store(self, name: str) -> str:
         return os.path.relpath(name, self.survey.path)
 
     # what names nothing
@@ -240,7 +367,7 @@ class Examined:
             if below := self._below(numbers):
                 missing = self._named(codec.SESSION if ordinal == NONE else codec.NODE, session, ordinal)
                 where = self._place(numbers[0])
-                yield Finding(f"{missing} is missing", *where, self._session_id(session), self.survey.id_of(numbers[0]), below)
+                yield Finding(f"{missing} is missing", *where, self.session_id(session), self.survey.id_of(numbers[0]), below)
 
     def _dangling_forks(self) -> Iterator[Finding]:
         for held in self.survey.sessions.values():
@@ -315,6 +442,7 @@ class Examined:
             repeated=survey.repeated,
             torn_bytes=survey.torn,
             unreadable_bytes=survey.unreadable,
+            unknown_bytes=sum(stretch.stop - stretch.start for stretch in survey.blind),
             damaged=self.damaged,
             dangling=self.dangling,
             wrong_ordinals=(*map(self._finding, survey.wrong_ordinals), *self._gaps(), *self._names()),
@@ -323,16 +451,22 @@ class Examined:
             sidecars=tuple(_of_sidecar(each) for each in survey.sidecars if not each.misleads),
             unreachable=tuple(self._unreachable()),
             strays=tuple(survey.strays()),
+            older_heads=tuple(self.named_heads(self.older_heads())),
+            uncertain_heads=tuple(self.named_heads(self.uncertain_heads())),
         )
+
+    def named_heads(self, heads: Iterable[tuple[int, str | None]]) -> Iterator[tuple[str | None, str | None]]:
+        """The same with the ids of the sessions, as far as these are known."""
+        return ((self.session_id(session), name) for session, name in heads)
 
     def _finding(self, problem: Problem) -> Finding:
         number = problem.number
         identity = self.survey.id_of(number) if self.survey.rows["kind"][number] == codec.NODE else None
-        return Finding(problem.what, *self._place(number), self._session_id(problem.session), identity)
+        return Finding(problem.what, *self._place(number), self.session_id(problem.session), identity)
 
     def _gaps(self) -> Iterator[Finding]:
         """Ordinals that are skipped, with nothing to say why. Compaction leaves such gaps."""
-        if self._unexplained or self.survey.base != NO_BASE:
+        if self.survey.blind or self.survey.base != NO_BASE:
             return
         for number, held in self.survey.sessions.items():
             if held.first is None:
@@ -356,7 +490,7 @@ class Examined:
         survey = self.survey
         for name, why in survey.features.items():
             if why is None and os.path.basename(name) not in survey.contents:
-                yield Finding("features that no sound node names", self._below_store(name))
+                yield Finding("features that no sound node names", self.below_store(name))
         for (_, alias), (number, identity) in survey.aliases.items():
             if identity is not None and identity not in survey.identities:
                 yield Finding(f"alias {alias!r} of media that no sound node has", *self._place(number))

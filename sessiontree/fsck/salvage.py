@@ -32,11 +32,15 @@ _SMALLEST: Final = 64  # bytes that the record of an opening takes at least
 
 @attrs.frozen
 class SalvageReport:
-    """What :func:`salvage` wrote, and what it could not: ids of nodes and of sessions, as far as they are known, and heads.
+    """What :func:`salvage` wrote, and what it could not: ids of nodes and of sessions, and heads; None stands for a lost name.
 
-    ``lost_heads``: (session, name); their node is lost, and in the new store it is as if they had been dropped. ``cut_forks``:
-    sessions that were forked from a node that is lost, and begin with the nearest sound node above it now. ``later_records``: of a
-    later version, which are left out. ``report``: what is wrong with the old store.
+    ``lost_heads``: (session, name); their node or their record is lost, and in the new store there is no such head.
+    ``older_heads``: those whose last move is lost, which are where they were before; ``uncertain_heads``: those of which there may
+    have been one in bytes of which nobody can say what they were. ``cut_forks``: sessions that were forked from a node that is
+    lost, and begin with the nearest sound node above it now. ``lost_pins``: (session, id of the node). ``lost_aliases``: how many.
+    ``lost_features``: damaged files, below the store. ``undropped``: sessions of which something was dropped that is there again,
+    since the record of that is lost. ``later_records``: of a later version, which are left out. ``report``: what is wrong with the
+    old store.
     """
 
     path: str
@@ -47,9 +51,15 @@ class SalvageReport:
     aliases: int
     features: int
     lost_nodes: tuple[bytes, ...]
-    lost_sessions: tuple[str, ...]
-    lost_heads: tuple[tuple[str, str], ...]
+    lost_sessions: tuple[str | None, ...]
+    lost_heads: tuple[tuple[str | None, str | None], ...]
+    older_heads: tuple[tuple[str | None, str | None], ...]
+    uncertain_heads: tuple[tuple[str | None, str | None], ...]
     cut_forks: tuple[str, ...]
+    lost_pins: tuple[tuple[str | None, bytes], ...]
+    lost_aliases: int
+    lost_features: tuple[str, ...]
+    undropped: tuple[str | None, ...]
     later_records: int
     report: Report
 
@@ -98,7 +108,8 @@ class _Salvage:
         self._kept = {number: held for number, held in self._survey.sessions.items() if held.rules is not None}
         self._nodes = 0
         self._heads = 0
-        self._lost_heads: list[tuple[str, str]] = []
+        self._lost_heads: list[tuple[str | None, str | None]] = []
+        self._lost_pins: list[tuple[str | None, bytes]] = []
         self._cut: list[str] = []
 
     def write(self) -> SalvageReport:
@@ -125,8 +136,12 @@ class _Salvage:
         copied = self._copy_features(done + size)
         self._tell(survey.total)
         report = self._examined.report()
-        lost = {identity for damage in report.damaged for identity in (damage.node_id, *damage.dependents) if identity is not None}
+        harm = [damage for damage in report.damaged if not damage.harmless]
+        lost = {identity for damage in harm for identity in (damage.node_id, *damage.dependents) if identity is not None}
         lost |= {identity for finding in report.dangling for identity in finding.dependents}
+        self._note_what_is_gone()
+        examined = self._examined
+        drops = {int(survey.rows["session"][number]) for number in survey.gone if survey.rows["kind"][number] == codec.DROP}
         return SalvageReport(
             path=survey.path,
             new=os.path.abspath(self._new),
@@ -136,12 +151,33 @@ class _Salvage:
             aliases=report.aliases,
             features=copied,
             lost_nodes=tuple(sorted(lost)),
-            lost_sessions=tuple(held.record.session_id for held in survey.sessions.values() if held.number not in self._kept),
+            lost_sessions=tuple(name for _, name in examined.lost_sessions()),
             lost_heads=tuple(self._lost_heads),
+            older_heads=report.older_heads,
+            uncertain_heads=report.uncertain_heads,
             cut_forks=tuple(self._cut),
+            lost_pins=tuple(self._lost_pins),
+            lost_aliases=len(list(examined.lost_words(codec.ALIAS))),
+            lost_features=tuple(examined.below_store(name) for name, why in survey.features.items() if why is not None),
+            undropped=tuple(examined.session_id(number) for number in sorted(drops - examined.dropped)),
             later_records=survey.unknown,
             report=report,
         )
+
+    def _note_what_is_gone(self) -> None:
+        """Heads and pins that are lost with their records, or with their sessions."""
+        survey, examined, rows = self._survey, self._examined, self._survey.rows
+        for number, ordinal, pinned in survey.pins.values():
+            session = int(rows["session"][number])
+            if pinned and ordinal is not None and session not in self._kept and session not in examined.dropped:
+                self._lost_pins.append((examined.session_id(session), survey.id_of(number)))
+        for number in examined.lost_words(codec.PIN):
+            if rows["key"][number] and int(rows["session"][number]) not in examined.dropped:
+                self._lost_pins.append((examined.session_id(int(rows["session"][number])), survey.id_of(number)))
+        for (session, name), move in survey.heads.items():
+            if move.ordinal is not None and session not in self._kept and session not in examined.dropped:
+                self._lost_heads.append((examined.session_id(session), name))
+        self._lost_heads += examined.named_heads(examined.lost_heads())
 
     def _tell(self, done: int) -> None:
         if self._progress is not None:
@@ -167,7 +203,7 @@ class _Salvage:
                         yield codec.encode(other)
         if self._kept:
             # Drafts have keys of their own by the opening they were made in: what was lost may have been openings.
-            lost = sum(stop - start for _, start, stop, _ in survey.stretches) // _SMALLEST
+            lost = sum(stretch.stop - stretch.start for stretch in survey.stretches) // _SMALLEST
             yield codec.encode(codec.OpenedRecord(max([*self._kept, *survey.openings]), survey.opening + lost))
         for (namespace, alias), (_, identity) in survey.aliases.items():
             if identity is not None:
@@ -224,12 +260,14 @@ class _Salvage:
     def _head(self, name: str, ordinal: int | None, version: int, held: Held) -> codec.Record:
         at = None if ordinal is None else self._place(held, ordinal)
         self._heads += at is not None
-        if at is None and ordinal is not None:
+        if at is None and ordinal is not None and held.number not in self._examined.dropped:
             self._lost_heads.append((held.record.session_id, name))
         return codec.HeadRecord(held.number, name, at, version)
 
     def _pin(self, identity: bytes, ordinal: int, held: Held) -> codec.Record | None:
         at = self._place(held, ordinal)
+        if at is None and held.number not in self._examined.dropped:
+            self._lost_pins.append((held.record.session_id, identity))
         return None if at is None else codec.PinRecord(held.number, at, identity, True)
 
     def _drop(self, ordinals: set[int], held: Held) -> codec.Record | None:

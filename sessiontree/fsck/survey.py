@@ -84,12 +84,13 @@ class Problem(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Damaged bytes of a segment."""
+    """Damaged bytes of a segment. ``harmless``: every record that was in its frame is there."""
 
     segment: int
     start: int
     stop: int
     why: str
+    harmless: bool
 
 
 class Sidecar(NamedTuple):
@@ -201,6 +202,7 @@ class Survey:
         self.parents = self.starts = self.stops = np.empty(0, np.int64)
         self.bad: dict[int, str] = {}
         self.gone: dict[int, bool] = {}
+        self.names: dict[int, str] = {}
         self.aside: NDArray[np.bool] = np.empty(0, np.bool)
         self.repeated = 0
         self.unknown = 0
@@ -216,6 +218,7 @@ class Survey:
         self.identities: set[bytes] = set()  # of media in nodes
         self.contents: set[str] = set()  # names of the files that these have, or would have
         self.stretches: list[Stretch] = []
+        self.blind: list[Stretch] = []
         self.sidecars: list[Sidecar] = []
         self.feature_files: list[tuple[str, int]] = []
         self.features: dict[str, str | None] = {}  # what is wrong with each file of features, None: nothing
@@ -300,12 +303,15 @@ class Survey:
         for segment, rows, stretches in found:
             if stretches:
                 gone = [each for each in self._gone(segment, rows, stretches) if each[2] or fits(each[0])]
+                self.blind += self._blind(segment, [row for row, _, _ in gone], stretches)
                 sound = len(rows)
                 rows = np.concatenate([rows, np.array([row for row, _, _ in gone], ENTRY)])  # noqa: PLW2901
                 order = np.argsort(rows["offset"], kind="stable")
                 rows = rows[order]  # noqa: PLW2901
                 for at in np.flatnonzero(order >= sound).tolist():
-                    _, self.bad[number + at], self.gone[number + at] = gone[order[at] - sound]
+                    row, self.bad[number + at], self.gone[number + at] = gone[order[at] - sound]
+                    if (name := self._name_in(row)) is not None:
+                        self.names[number + at] = name
             parts.append((segment, rows))
             number += len(rows)
         del found
@@ -460,7 +466,8 @@ class Survey:
         """What the scan found in a segment, and whether its sidecar agrees: entries of sound records, and stretches of damage."""
         rows = _entries(scan)
         known = len(self.stretches)
-        new = [Stretch(*where, why) for where, why in zip(scan.damaged[known:], scan.reasons[known:], strict=True)]
+        found = zip(scan.damaged[known:], scan.reasons[known:], scan.harmless[known:], strict=True)
+        new = [Stretch(*where, why, harmless) for where, why, harmless in found]
         self.stretches += new
         first = next((start.sequence + 1 for start, _, _ in scan.walked if start.segment == segment), None)
         self.sidecars += self._sidecar(segment, rows, None if new else first)
@@ -477,7 +484,8 @@ class Survey:
             data = read_file(self.system, path)
             if data is None:
                 return
-            yield Sidecar(segment, f"{0 if cover is None else cover.size} of {len(data)} bytes are sound", False)
+            sound = 0 if cover is None else cover.size
+            yield Sidecar(segment, f"of this index {sound} of {len(data)} bytes are sound; the next writer makes it again", False)
         if cover is None or first is None:
             return
         if cover.first != first and not self.stretches:  # behind damage nobody can say how many frames there were
@@ -501,6 +509,30 @@ class Survey:
                 if row["offset"] not in sound:
                     found.setdefault(row["offset"], (row, why(row), False))
         return list(found.values())
+
+    def _blind(self, segment: int, gone: Sequence[Any], stretches: Sequence[Stretch]) -> Iterator[Stretch]:
+        """Stretches that no sidecar covers, and that are not just the records that are known to have been there."""
+        cover = read_cover(self.system, segment_path(self.segments, segment, "idx"), self.keys, segment)
+        covered = 0 if cover is None else cover.stop
+        lengths = {row["offset"] - HEAD.size: HEAD.size + row["length"] for row in gone}
+        for stretch in stretches:
+            at = stretch.start
+            while at in lengths:
+                at += lengths[at]
+            known = stretch.start < at <= stretch.stop <= at + CRC.size
+            if not stretch.harmless and not known and (stretch.stop > covered or not covered):
+                yield stretch
+
+    def _name_in(self, row: Any) -> str | None:
+        """The name of what is gone, if it is to be read in what is left: it must have the digest that the entry says."""
+        if row["kind"] not in (codec.SESSION, codec.HEAD) or row["segment"] not in self.sizes:
+            return None
+        fd = self.system.open(segment_path(self.segments, row["segment"], "seg"), os.O_RDONLY)
+        try:
+            data = Window(self.system, fd).get(int(row["offset"]), min(int(row["length"]), _PAGE))
+        finally:
+            self.system.close(fd)
+        return codec.name_in(data, row["id"].tobytes())
 
     def _left_overs(self, segment: int, stretches: Sequence[Stretch]) -> Iterator[Any]:
         """What stands behind all that can be the head of a record in damaged stretches."""

@@ -66,7 +66,8 @@ _SYSTEM: Final = System()
 class ExportReport:
     """What a bundle holds. ``nodes``: roots not counted, nor paths that forks share; ``media``: contents whose features are there.
 
-    ``skipped``: nodes that cannot be read, in a store that was opened to serve what is sound of it, and those below them.
+    ``skipped``: nodes that cannot be read, in a store that was opened to serve what is sound of it, and those below them;
+    ``left_out``: ids of sessions that cannot be read at all there.
     """
 
     path: str
@@ -78,10 +79,11 @@ class ExportReport:
     bytes: int
     skipped: int
     pins: int
+    left_out: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The same in plain types."""
-        return attrs.asdict(self) | {"sessions": list(self.sessions)}
+        return attrs.asdict(self) | {"sessions": list(self.sessions), "left_out": list(self.left_out)}
 
 
 @attrs.frozen
@@ -169,7 +171,8 @@ def export_bundle(
     except StoreFailed:
         pass  # what is there, and what this process sees, can be kept elsewhere all the same
     path = os.path.abspath(path)
-    snapshots = _snapshots(store, sessions, subtree)
+    left_out: list[str] = []
+    snapshots = _snapshots(store, sessions, subtree, left_out)
     outline = [
         (
             each.session_id,
@@ -182,21 +185,31 @@ def export_bundle(
     identity = sha256(pack((outline, None if subtree is None else subtree.id, features))).digest()[:16]
     writer = BundleWriter(_SYSTEM, path, identity, compress=compress is not None)
     try:
-        return _Export(store, snapshots, writer, features, progress).run(path, subtree)
+        report = _Export(store, snapshots, writer, features, progress).run(path, subtree)
     except BaseException:
         writer.abandon()
         raise
+    return attrs.evolve(report, left_out=tuple(left_out))
 
 
-def _snapshots(store: SessionStore, sessions: Iterable[str] | None, subtree: Node | None) -> list[_Snapshot]:
-    """Sessions in the order of the store, so that forks come behind what they were made from."""
+def _snapshots(store: SessionStore, sessions: Iterable[str] | None, subtree: Node | None, left_out: list[str]) -> list[_Snapshot]:
+    """Sessions in the order of the store, so that forks come behind what they were made from.
+
+    ``left_out``: takes the ids of those that cannot be read, where a store serves what is sound of it and all are asked for.
+    """
     known = store.sessions()
     wanted = frozenset(known if sessions is None else sessions)
     for name in wanted.difference(known):
         raise UnknownSession(f"no session {name!r} in {store!r}", session_id=name)
     found: list[_Snapshot] = []
     for name in known:
-        view = store._view_of(name) if name in wanted else None
+        try:
+            view = store._view_of(name) if name in wanted else None
+        except CorruptTree:
+            if sessions is not None or not store.damaged:
+                raise
+            left_out.append(name)
+            continue
         if view is not None:
             found.append(_Snapshot(name, *view))
         elif name in wanted and sessions is not None:
@@ -332,7 +345,8 @@ class _Export:
         heads = []
         for name, head in tree._heads.items():
             at = head.ordinal if isinstance(head, StoredHead) else tree._index.find_ordinal(head.node, tree._count)
-            heads.append((name, -1 if at is None else int(ordinals[at]), head.version))
+            lost = at is None or at >= len(ordinals)  # damage hides the node
+            heads.append((name, -1 if lost else int(ordinals[at]), head.version))
         self._keep_heads(number, heads)
         self._keep_pins(number, snapshot, lambda node: int(ordinals[tree._index.find_ordinal(node, tree._count)]))
 

@@ -132,6 +132,7 @@ def compact(journal: Journal, features: FeatureFolder | None, progress: Progress
     journal.flush()
     bytes_before = log.stored_bytes()
     known = journal.columns()
+    _check(journal, known)
     entries, base = log.cut()
     columns = known if len(known.entries) == len(entries) else Columns(entries, log.lease)
     del known
@@ -171,6 +172,17 @@ def compact(journal: Journal, features: FeatureFolder | None, progress: Progress
             named.update(_named(record for record, _ in records))
         removed = features.remove(candidates - named)
     return GcReport(before, len(stay.nodes), bytes_before, log.stored_bytes(), removed, swept)
+
+
+def _check(journal: Journal, columns: Columns) -> None:
+    """Read all that is to stay, before anything is written. Raises CorruptTree naming what is damaged."""
+    stay = kept(journal, columns)
+    try:
+        for _ in journal.log.records(columns.entries[stay.nodes]):
+            pass
+        _last_words(journal, columns.others_alone(), stay, columns.entries[:0])
+    except CorruptTree as error:
+        raise journal.named(error, columns) from error
 
 
 def _keys(columns: Columns, places: NDArray[np.int64]) -> NDArray[np.uint64]:

@@ -15,7 +15,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from struct import Struct
 from typing import Any, Final, TypeVar, cast
@@ -200,11 +200,12 @@ def _marks(ordinals: Iterable[int], count: int, first: int) -> bytearray:
 class SessionNodes:
     """The nodes of one session, by ordinal: a :class:`~sessiontree.stored.NodeSource`. ``places``: theirs, in that order.
 
-    An ordinal whose place is MISSING has no node.
+    An ordinal whose place is MISSING has no node. ``whose``: the session, for messages.
     """
 
-    def __init__(self, log: Log, columns: Columns, places: NDArray[np.int64], first: int) -> None:
+    def __init__(self, log: Log, columns: Columns, places: NDArray[np.int64], first: int, whose: str) -> None:
         self.first = first
+        self.whose = whose
         self._log = log
         self._columns = columns
         self._places = places
@@ -246,21 +247,35 @@ class SessionNodes:
 
     def _read(self, ordinal: int, parent_id: bytes, start: int | None, rules: PositionScheme) -> Stored:
         known = self._columns.entries[self._place(ordinal)]
-        record = codec.decode(self._log.read(known))
-        if not isinstance(record, codec.NodeRecord) or (record.session, record.ordinal, record.parent, record.id) != (
-            known["session"],
-            ordinal,
-            known["parent"],
-            known["id"].tobytes(),
-        ):
-            raise CorruptTree(f"the record of node {ordinal} of session {known['session']} is that of another")
-        codec.check_digest(record, parent_id)
-        codec.check_positions(record, record.state.num_tokens - len(record.data) // TOKEN_BYTES if start is None else start, rules)
+        with self._naming(ordinal, known):
+            record = codec.decode(self._log.read(known))
+            if not isinstance(record, codec.NodeRecord) or (record.session, record.ordinal, record.parent, record.id) != (
+                known["session"],
+                ordinal,
+                known["parent"],
+                known["id"].tobytes(),
+            ):
+                raise CorruptTree("its record is that of another")
+            codec.check_digest(record, parent_id)
+            begins = record.state.num_tokens - len(record.data) // TOKEN_BYTES if start is None else start
+            codec.check_positions(record, begins, rules)
         content = (record.id, record.data, record.media, record.origin, record.role, record.key)
         return Stored(Turn(*content, record.runs, record.state, record.replayed), record.details)
 
     def raw(self, ordinal: int) -> bytes:
-        return self._log.read(self._columns.entries[self._place(ordinal)])
+        known = self._columns.entries[self._place(ordinal)]
+        with self._naming(ordinal, known):
+            return self._log.read(known)
+
+    @contextmanager
+    def _naming(self, ordinal: int, known: Any) -> Iterator[None]:
+        """Have damage name the node."""
+        try:
+            yield
+        except CorruptTree as error:
+            node = f"node {ordinal} ({known['id'].tobytes()[:4].hex()}) of {self.whose}"
+            where = {name: int(known[name]) for name in ("session", "segment", "offset")}
+            raise CorruptTree(f"{node} is damaged: {error}", **where) from error
 
     def parent_of(self, ordinal: int) -> int:
         return int(self._columns.parents[self._place(ordinal)])
@@ -272,7 +287,7 @@ class SessionNodes:
         at = ordinal - self.first
         place = int(self._places[at]) if 0 <= at < len(self._places) else MISSING
         if place == MISSING:
-            raise CorruptTree(f"node {ordinal} of a session is missing; it has up to {self.first + len(self._places) - 1}")
+            raise CorruptTree(f"node {ordinal} of {self.whose} is missing")
         return place
 
     def id_of(self, ordinal: int) -> bytes:
@@ -425,6 +440,11 @@ class Journal:
         return self._log.damaged
 
     @property
+    def losses(self) -> tuple[tuple[int, int, int], ...]:
+        """Those of them that may have held records which are lost."""
+        return self._log.losses
+
+    @property
     def damaged_sessions(self) -> tuple[int, ...]:
         """Numbers of the sessions of which there are records, but not their own, or one that listing them found damaged."""
         columns = self._columns
@@ -511,6 +531,20 @@ class Journal:
         """Of the entry of a head."""
         return self._read(head, codec.HeadRecord, "a head of ").version
 
+    def named(self, error: CorruptTree, columns: Columns) -> CorruptTree:
+        """The same error, naming the node that it is about if it says where in the log that is."""
+        segment, offset = getattr(error, "segment", -1), getattr(error, "offset", -1)
+        places = np.flatnonzero((columns.entries["segment"] == segment) & (columns.entries["offset"] == offset))
+        if not len(places) or columns.kinds[places[0]] != codec.NODE:
+            return error
+        _, number, ordinal, _, node_id, *_ = columns.entries[places[0]].item()
+        try:
+            whose = f"session {self._session(columns, columns.places(codec.SESSION, number)[0]).session_id!r}"
+        except (CorruptTree, IndexError):
+            whose = f"session {number}"
+        what = f"node {ordinal} ({node_id[:4].hex()}) of {whose} is damaged: {error}"
+        return CorruptTree(what, session=number, segment=segment, offset=offset)
+
     def moved(self) -> None:
         """The log begins elsewhere by now: let what is open know where its nodes are, so that nothing holds the old places."""
         self._move(self.columns())
@@ -525,7 +559,7 @@ class Journal:
                 continue
             with suppress(CorruptTree):  # it goes on reading where it did
                 drops = self.dropped(columns, number) if hiding else ()
-                new = self._nodes(columns, old.first, number, drops)
+                new = self._nodes(columns, old.first, number, old.whose, drops)
                 told = self._told(columns, number, hiding) if len(new) <= len(old) else None  # there are more by now
                 new.resize(len(old))
                 if new.same_as(old):
@@ -614,7 +648,7 @@ class Journal:
         moves = 0
         places = columns.places(codec.HEAD, number)
         _, last = np.unique(columns.ids(places)[::-1], return_index=True)  # of each name
-        damage = max(((segment, start) for segment, start, _ in self._log.damaged), default=(0, 0))
+        damage = max(((segment, start) for segment, start, _ in self._log.losses), default=(0, 0))
         for place in places[::-1][last]:
             known = columns.entries[place]
             record = self._read(known, codec.HeadRecord, "a head of ")
@@ -661,11 +695,17 @@ class Journal:
             lineage = Lineage(rules, record.namespace, record.model_fingerprint, weakref.ref(self._features))
             tip, root, first = None, make_root(lineage, Extent(None, None, 0, b"", self._paths)), 1
         else:
-            tip = source.node(record.tip[1])
+            try:
+                tip = source.node(record.tip[1])
+            except CorruptTree as error:
+                what = f"session {record.session_id!r} goes on from what cannot be read: {error}"
+                raise CorruptTree(what, session=record.session) from error
             root, first = tip.ancestor(0), tip.depth + 1
         if root.id != record.root_id:
             raise CorruptTree(f"session {record.session_id!r} has root {record.root_id[:4].hex()}, not {root.id[:4].hex()}")
-        index = StoredIndex(root, record.limits, self._nodes(columns, first, record.session, drops), tip=tip)
+        index = StoredIndex(
+            root, record.limits, self._nodes(columns, first, record.session, f"session {record.session_id!r}", drops), tip=tip
+        )
         index.told = self._told(columns, *key)
         with self._lock:
             self._indexes[key] = index
@@ -694,14 +734,14 @@ class Journal:
                 pins.pop(entry["id"].tobytes(), None)
         return pins
 
-    def _nodes(self, columns: Columns, first: int, number: int, drops: Sequence[int] = ()) -> SessionNodes:
+    def _nodes(self, columns: Columns, first: int, number: int, whose: str, drops: Sequence[int] = ()) -> SessionNodes:
         """Nodes by ordinal, each once; where one is missing, it is when it is asked for."""
         places = columns.places(codec.NODE, number)
         if not np.array_equal(columns.ordinals[places], np.arange(first, first + len(places))):
             _, places = columns.by_ordinal(places, first)  # some were moved, told of more than once, or are missing
         if drops:
             places = np.where(below(drops, parents_of(columns, places), first), MISSING, places)
-        return SessionNodes(self._log, columns, places, first)
+        return SessionNodes(self._log, columns, places, first, whose)
 
     def _session(self, columns: Columns, place: int) -> codec.SessionRecord:
         return self._read(columns.entries[place], codec.SessionRecord)

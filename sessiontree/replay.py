@@ -149,22 +149,37 @@ def replay(source: OneSession | ManySessions) -> Iterator[ReplayStep]:
 
     ``source``: a Session, a bundle's session; or a store or bundle: then session by session, in the order they were created, what
     several of them share once. Nodes are read one by one, of the session as it is when its turn comes. What cannot be run again
-    is a step too, and says so (:attr:`ReplayStep.problem`). Raises CorruptTree: at a damaged node, or, where the store serves
-    what is sound of it, behind the last step, if there are nodes that cannot be read.
+    is a step too, and says so (:attr:`ReplayStep.problem`). Raises CorruptTree: at a damaged node or session, or, where the store
+    serves what is sound of it, behind the last step, if there are nodes or sessions that cannot be read.
     """
     if hasattr(source, "tree"):
         return _steps((cast(OneSession, source),))
     if hasattr(source, "sessions"):
-        return _steps(source.get(session_id) for session_id in source.sessions())
+        return _steps(_sound(source))
     raise TypeError(f"a session, a store or a bundle is replayed, not {type(source).__name__}")
 
 
-def _steps(sessions: Iterable[OneSession]) -> Iterator[ReplayStep]:
+def _sound(source: ManySessions) -> Iterator[OneSession | tuple[str, CorruptTree]]:
+    """Its sessions; of one that cannot be read its id and why, where the rest is to be served."""
+    for session_id in source.sessions():
+        try:
+            yield source.get(session_id)
+        except CorruptTree as error:
+            if not getattr(source, "damaged", ()):
+                raise
+            yield session_id, error
+
+
+def _steps(sessions: Iterable[OneSession | tuple[str, CorruptTree]]) -> Iterator[ReplayStep]:
     number = 0
     seen: set[bytes] = set()  # of what came in earlier sessions
-    unread = []
+    unread: list[tuple[str, int]] = []
+    closed: list[str] = []
     several = not isinstance(sessions, tuple)
     for session in sessions:
+        if isinstance(session, tuple):
+            closed.append(f"session {session[0]!r}: {session[1]}")
+            continue
         tree, read = session.tree, 0
         for node in tree:
             read += 1
@@ -176,9 +191,10 @@ def _steps(sessions: Iterable[OneSession]) -> Iterator[ReplayStep]:
             number += 1
         if read < tree._count and _is_damaged(tree):
             unread.append((session.id, tree._count - read))
-    if unread:
-        where = ", ".join(f"{count} of session {name!r}" for name, count in unread[:8])
-        raise CorruptTree(f"nodes that cannot be read: {where}; what was generated there is no step", sessions=tuple(unread))
+    if unread or closed:
+        some = [*(f"{count} of session {name!r}" for name, count in unread[:8]), *closed[:8]]
+        what = f"nodes that cannot be read: {', '.join(some)}; what was generated there is no step"
+        raise CorruptTree(what, sessions=tuple(unread))
 
 
 def _is_damaged(tree: SessionTree) -> bool:

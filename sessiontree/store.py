@@ -1032,6 +1032,11 @@ class SessionStore:
         return () if self._journal is None else self._journal.damaged
 
     @property
+    def losses(self) -> tuple[tuple[int, int, int], ...]:
+        """Those of :attr:`damaged` that may have held records which are lost; beside the others everything is there."""
+        return () if self._journal is None else self._journal.losses
+
+    @property
     def damaged_sessions(self) -> tuple[int, ...]:
         """Numbers of sessions, as they were created, whose own records are damaged, so that nobody knows their ids any more.
 

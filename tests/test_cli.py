@@ -135,7 +135,7 @@ def test_tree_from_a_node_and_to_a_depth(chats: Path, session: Session) -> None:
 def test_tree_in_json(chats: Path, session: Session) -> None:
     answer = json_of("tree", chats)
     nodes = answer.pop("nodes")
-    assert answer == {"session": "chat-1", "count": 6, "lost": 0}
+    assert answer == {"session": "chat-1", "count": 6, "lost": 0, "lost_heads": [], "damaged_bytes": 0}
     seen: set[str | None] = {None}
     for facts in nodes:
         assert facts["parent"] in seen, "a parent comes before its children"
@@ -701,7 +701,7 @@ def test_damage_on_opening_says_what_to_do_and_lenient_shows_the_rest(chats: Pat
     with SessionStore.open(chats, read_only=True, strict=False) as store:
         lost = len(store.get("chat-1").tree) - 3
     assert lost >= 2, "those below the damaged one"
-    assert result.stdout.splitlines()[-1] == f"✗ {lost} nodes not shown: what they stand under is missing"
+    assert f"✗ {lost} nodes not shown: what they stand under is missing" in result.stdout.splitlines()
     assert json_of("tree", chats, "--lenient", code=5)["lost"] == lost
     assert run("log", chats, "first", "--lenient").exit_code == 0
     assert run("show", chats, "000000", "--lenient").exit_code == 2, "what is not there has no id"

@@ -2513,3 +2513,36 @@ def test_fsck_finds_nothing_in_what_gc_left(seed: int, tmp_path: Path) -> None:
     salvage(tmp_path / "store", tmp_path / "new")
     with SessionStore.open(tmp_path / "new") as store:
         assert view(store) == expected
+
+
+def test_gc_of_what_is_damaged_writes_nothing_and_names_it(tmp_path: Path) -> None:
+    """However often it is tried: nodes, heads, sessions and pins that are to stay; what is to go may be damaged."""
+    path = tmp_path / "s"
+    with SessionStore.open(path, durability="commit") as store:
+        session = store.create("chat", scheme="text@hf5")
+        node = session.append(session.root, [1] * 40)
+        gone = session.append(node, [2] * 40)
+        session.set_head("main", node)
+        session.pin(node)
+        session.drop(gone)
+    [segment] = (path / "segments").glob("*.seg")
+    whole = segment.read_bytes()
+    with SessionStore.open(path, read_only=True) as store:
+        assert store._journal is not None
+        rows = {(int(row["kind"]), int(row["ordinal"])): int(row["offset"]) for row in store._journal.columns().entries}
+    before = {file.name: file.read_bytes() for file in path.rglob("*.seg")}
+    for place, offset in rows.items():
+        segment.write_bytes(whole[: offset + 50] + bytes([whole[offset + 50] ^ 1]) + whole[offset + 51 :])
+        broken = {**before, segment.name: segment.read_bytes()}
+        if place in ((codec.NODE, 2), (codec.OPENED, 0)):
+            continue
+        for _ in range(2):
+            with SessionStore.open(path) as store, pytest.raises(CorruptTree) as raised:
+                store.gc()
+            assert {file.name: file.read_bytes() for file in path.rglob("*.seg")} == broken, place
+        if place == (codec.NODE, 1):
+            assert f"node 1 ({node.id[:4].hex()}) of session 'chat' is damaged" in str(raised.value)
+    offset = rows[codec.NODE, 2]
+    segment.write_bytes(whole[: offset + 50] + bytes([whole[offset + 50] ^ 1]) + whole[offset + 51 :])
+    with SessionStore.open(path) as store:
+        assert store.gc().nodes_after == 1

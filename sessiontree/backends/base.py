@@ -56,6 +56,10 @@ class Log(Protocol):
     @property
     def damaged(self) -> tuple[tuple[int, int, int], ...]: ...
 
+    @property
+    def losses(self) -> tuple[tuple[int, int, int], ...]:
+        """Those of what is damaged that may have held records which are lost."""
+
     def enqueue(
         self,
         records: Records,

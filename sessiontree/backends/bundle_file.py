@@ -184,6 +184,7 @@ class BundleFile:
     failed = False
     leading = False
     damaged: tuple[tuple[int, int, int], ...] = ()
+    losses: tuple[tuple[int, int, int], ...] = ()
     first = SEGMENT
     records = 0
     _fd = -1

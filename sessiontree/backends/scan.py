@@ -89,6 +89,10 @@ class Scan:
         rows, self._rows = self._rows, []
         return rows
 
+    def losses(self) -> Iterator[tuple[int, int, int]]:
+        """Those of what is damaged that may have held records which are lost."""
+        return (where for where, harmless in zip(self.damaged, self.harmless, strict=True) if not harmless)
+
     def walk(self) -> None:
         """Go on to the end of the log as it is now."""
         for _ in self.segments():

@@ -251,6 +251,7 @@ class SegmentLog:
         self._thread: threading.Thread | None = None
         self.recovered_bytes = 0
         self.damaged: tuple[tuple[int, int, int], ...] = ()
+        self.losses: tuple[tuple[int, int, int], ...] = ()
 
     @classmethod
     def open(
@@ -268,7 +269,8 @@ class SegmentLog:
 
         entry_of: the prefix of a record's ENTRY, for records that no sidecar covers. durability: what ``wait`` and the background
         thread do; ``commit`` also rolls a failed write back. strict: damage raises CorruptTree; otherwise it is listed in
-        ``damaged``, (segment, start, stop) each, and everything whole is served. Raises StoreLocked within a second,
+        ``damaged``, (segment, start, stop) each, that which may have held records that are lost also in ``losses``, and everything
+        whole is served. Raises StoreLocked within a second,
         IncompatibleStore, CorruptTree, StoreFailed for a failing disk, and then has changed nothing that it could not read.
         """
         if durability not in ("commit", "group", "relaxed"):
@@ -966,7 +968,8 @@ class SegmentLog:
             table.count = scan.at.records
             before = [*self._before, ref(self.lease)]
             # The table first: see Journal.columns.
-            self._table, self._end, self._followed, self._scan, self.damaged = table, scan.at, 0, scan, tuple(scan.damaged)
+            self._table, self._end, self._followed, self._scan = table, scan.at, 0, scan
+            self.damaged, self.losses = tuple(scan.damaged), tuple(scan.losses())
             self._before, self._base, self.lease = before, base, lease
             return
         known, start = self._scan, self._end.records
@@ -978,7 +981,7 @@ class SegmentLog:
                 self._table.put(start, rows)
             self._end = known.at
             self._table.count = known.at.records
-            self.damaged = tuple(known.damaged)
+            self.damaged, self.losses = tuple(known.damaged), tuple(known.losses())
 
     def _take_lease(self) -> tuple[Base, Lease] | None:
         """Where the log begins by now, and what keeps what stands there from being removed. None: where it did."""
@@ -1050,7 +1053,7 @@ class SegmentLog:
         if rows := scan.take():
             self._table.put(0, rows)
         self._table.count = end.records
-        self.damaged = tuple(scan.damaged)
+        self.damaged, self.losses = tuple(scan.damaged), tuple(scan.losses())
         broken = scan.sealed or any(segment == end.segment for segment, _, _ in scan.damaged)
         if end.segment >= self._base.segment and not broken:
             fd = system.open(segment_path(self._segments, end.segment, "seg"), os.O_RDWR)

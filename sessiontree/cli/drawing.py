@@ -19,7 +19,7 @@ from sessiontree.cli.source import Json, Lenient, OnePlace, Source, Tokenizer, c
 from sessiontree.cli.words import Words, words
 from sessiontree.errors import CorruptTree
 from sessiontree.node import Node
-from sessiontree.render import _count
+from sessiontree.render import _count, _listed
 
 
 class Row(NamedTuple):
@@ -83,7 +83,9 @@ def tree(
         first = 0 if top is None else shape.ordinal(top)
         marks = Marks(session, shape)
         lost = 0 if first else shape.lost
-        unreadable = lost > 0
+        lost_heads = [] if first else shape.lost_heads()
+        damaged_bytes = sum(stop - at for _, at, stop in source.losses)
+        unreadable = lost > 0 or bool(lost_heads or source.losses)
 
         def noticed() -> Iterator[Row]:
             nonlocal unreadable
@@ -92,7 +94,13 @@ def tree(
                 yield row
 
         if as_json:
-            facts = {"session": session.id, "count": len(session._tree), "lost": lost}
+            facts = {
+                "session": session.id,
+                "count": len(session._tree),
+                "lost": lost,
+                "lost_heads": lost_heads,
+                "damaged_bytes": damaged_bytes,
+            }
             entries = (_row_facts(row, shape, marks, text) for row in noticed())
             stream_json(facts, "nodes", entries)
         else:
@@ -101,15 +109,23 @@ def tree(
                     write(row.rail + node_line(row.node, marks, text))
                 else:
                     write(
-                        row.rail
-                        + styled(f"✗ {shape.id_at(row.ordinal).hex()[:8]} cannot be read: {safe(str(row.error))}", fg="red")
+                        row.rail + styled(f"✗ {_short(shape.id_at(row.ordinal))} cannot be read: {safe(str(row.error))}", fg="red")
                     )
                 if row.cut:
                     why = "below it cannot be read" if row.error else "below"
                     write(f"{row.below_rail}⋮ {_count(row.cut, 'node')} {why}")
             if lost:
                 write(styled(f"✗ {_count(lost, 'node')} not shown: what they stand under is missing", fg="red"))
+            if source.losses:
+                what = f"not shown: what stood in {damaged_bytes:,} damaged bytes of the store; `sessiontree fsck` names it"
+                write(styled(f"✗ {what}", fg="red"))
+            if lost_heads:
+                write(styled(f"✗ at nodes of which nothing is left: {_listed(lost_heads)}", fg="red"))
     return Code.CORRUPT if unreadable else Code.FINE
+
+
+def _short(node_id: bytes | None) -> str:
+    return "a node" if node_id is None else node_id.hex()[:8]
 
 
 def _row_facts(row: Row, shape: Shape, marks: Marks, text: Words | None) -> dict[str, Any]:
@@ -117,5 +133,7 @@ def _row_facts(row: Row, shape: Shape, marks: Marks, text: Words | None) -> dict
     if row.node is not None:
         return node_facts(row.node, marks, text) | below
     node_id = shape.id_at(row.ordinal)
-    facts = {"id": node_id.hex(), "heads": marks.heads(node_id), "pinned": marks.pinned(node_id)}
+    facts: dict[str, Any] = {"id": None, "heads": [], "pinned": False}
+    if node_id is not None:
+        facts = {"id": node_id.hex(), "heads": marks.heads(node_id), "pinned": marks.pinned(node_id)}
     return facts | below | {"error": str(row.error)}

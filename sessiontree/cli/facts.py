@@ -21,7 +21,8 @@ class Marks:
     """What a session says of its nodes: heads and pins, by id."""
 
     def __init__(self, session: Session, shape: Shape) -> None:
-        self._heads = {shape.id_at(ordinal): names for ordinal, names in shape.heads().items()}
+        found = ((shape.id_at(ordinal), names) for ordinal, names in shape.heads().items())
+        self._heads = {node_id: names for node_id, names in found if node_id is not None}
         self._pins = session.pins
 
     def heads(self, node_id: bytes) -> list[str]:

@@ -8,9 +8,19 @@ from typing import Annotated, Final, Literal
 import typer
 
 from sessiontree.cli.output import Code, NoStore, Usage, flat, progress, report_facts, safe, write, write_json, write_pairs
-from sessiontree.cli.source import Json, Source, complete_place, complete_session, find_place, reading, session_named, writing
+from sessiontree.cli.source import (
+    Json,
+    Lenient,
+    Source,
+    complete_place,
+    complete_session,
+    find_place,
+    reading,
+    session_named,
+    writing,
+)
 from sessiontree.node import Namespace
-from sessiontree.render import _name
+from sessiontree.render import _listed, _name
 
 Bundle = Annotated[Path, typer.Argument(metavar="FILE", help="The bundle's file.", show_default=False)]
 _FIELDS: Final = ", ".join(Namespace._fields)
@@ -40,6 +50,7 @@ def export(
     ] = None,
     features: Annotated[bool, typer.Option("--features", help="Take pixels and encoder outputs along.")] = False,
     zstd: Annotated[bool, typer.Option("--zstd", help="Compress.")] = False,
+    lenient: Lenient = False,
     as_json: Json = False,
 ) -> int:
     """Write sessions to one file.
@@ -50,7 +61,7 @@ def export(
 
     if sessions and start is not None:
         raise Usage("either sessions are exported, or what stands below --from")
-    with reading(store) as source, progress("export", as_json) as bar:
+    with reading(store, lenient) as source, progress("export", as_json) as bar:
         names = [session_named(source, name).id for name in sessions] if sessions else None
         subtree = None
         if start is not None:
@@ -64,7 +75,9 @@ def export(
     else:
         write(f"written to {safe(str(file))}")
         write_pairs(flat(facts), "  ")
-    return Code.FINE
+        if report.left_out:
+            write(f"  not in it, since they cannot be read: {_listed(report.left_out)}")
+    return Code.CORRUPT if report.skipped or report.left_out else Code.FINE
 
 
 def import_(

@@ -81,7 +81,7 @@ def command(run: Callable[..., int]) -> Callable[..., None]:
             except BrokenPipeError:
                 raise
             except (SessionTreeError, OSError) as error:
-                code = _failed(error, bool(options.get("as_json")))
+                code = _failed(error, options)
             sys.stdout.flush()
         except BrokenPipeError:  # whoever reads has enough
             with suppress(OSError, ValueError, AttributeError):
@@ -100,15 +100,30 @@ def _check_text(text: str) -> None:
         raise Usage(f"{text!r} is no text") from error
 
 
-def _failed(error: SessionTreeError | OSError, as_json: bool) -> Code:
+def _failed(error: SessionTreeError | OSError, options: Mapping[str, Any]) -> Code:
     code = next(code for kind, code in _CODES if isinstance(error, kind))
-    if as_json and not getattr(error, "told", False):
+    if not getattr(error, "candidates", ()) and (remedies := tuple(_remedies(code, options))):
+        error.candidates = remedies  # type: ignore[union-attr]
+    if options.get("as_json") and not getattr(error, "told", False):
         write_json({"error": _error(error)})
     sys.stdout.flush()
     print(f"sessiontree: {safe(str(error))}", file=sys.stderr)
     for candidate in getattr(error, "candidates", ()):
         print(f"  {safe(candidate)}", file=sys.stderr)
     return code
+
+
+def _remedies(code: Code, options: Mapping[str, Any]) -> Iterator[str]:
+    """What may be done where damage is in the way."""
+    path = options.get("store")
+    if path is None or not os.path.isdir(os.path.join(path, "segments")):
+        return
+    if code == Code.CORRUPT:
+        yield f"`sessiontree fsck {path}` names the damage, and can save the rest to a new store."
+        if options.get("lenient") is False:
+            yield "With --lenient what is sound can be looked at."
+    elif code == Code.INCOMPATIBLE:
+        yield f"`sessiontree fsck {path}` tells whether that is damage."
 
 
 def _error(error: BaseException) -> dict[str, Any]:

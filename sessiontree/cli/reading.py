@@ -16,8 +16,20 @@ from sessiontree import query
 from sessiontree.cli.facts import Marks, item_facts, namespace_facts, node_facts, node_line, number, span_facts
 from sessiontree.cli.output import Code, plain, safe, stream_json, styled, write, write_json, write_pairs
 from sessiontree.cli.shape import Shape
-from sessiontree.cli.source import Json, Lenient, OnePlace, Source, Tokenizer, complete_place, place_named, reading, spot_named
+from sessiontree.cli.source import (
+    Json,
+    Lenient,
+    OnePlace,
+    Source,
+    Tokenizer,
+    complete_place,
+    each_session,
+    place_named,
+    reading,
+    spot_named,
+)
 from sessiontree.cli.words import Words, words
+from sessiontree.errors import CorruptTree
 from sessiontree.node import Node
 from sessiontree.query import Diff
 from sessiontree.render import _count, _isolated, _listed, _name
@@ -35,27 +47,44 @@ def ls(store: Source, lenient: Lenient = False, as_json: Json = False) -> int:
 
     In the order they were created.
     """
+    unread = 0
+
+    def listed() -> Iterator[tuple[str, Session | CorruptTree]]:
+        nonlocal unread
+        for session_id, session in each_session(source, lenient):
+            unread += isinstance(session, CorruptTree)
+            yield session_id, session
+
     with reading(store, lenient) as source:
-        sessions = map(source.get, source.sessions())
         if as_json:
             lost = source.damaged_sessions
-            stream_json({"path": str(store), "damaged": len(lost)}, "sessions", map(_session_facts, sessions))
-            return Code.CORRUPT if lost else Code.FINE
-        for session in sessions:
-            tree = session._tree
-            facts = [_count(len(tree), "node")]
-            if names := sorted(tree._heads):
-                facts.append(f"{_count(len(names), 'head')}: {_listed(names)}")
-            if unsure := _uncertain(session):
-                facts.append(f"uncertain since damage may hide later moves: {_listed(unsure)}")
-            if session.pins:
-                facts.append(_count(len(session.pins), "pin"))
-            facts.append(_name(session.scheme.name))
-            facts += [f"{name} {_name(value)}" for name, value in namespace_facts(session.namespace).items() if value is not None]
-            write(f"{styled(_name(session.id, _LONG), bold=True)}  {', '.join(facts)}")
-        if lost := source.damaged_sessions:
-            write(styled(f"✗ {_count(len(lost), 'session')} not shown: their own records are damaged", fg="red"))
-    return Code.CORRUPT if lost else Code.FINE
+            entries = (_session_facts(session_id, session) for session_id, session in listed())
+            stream_json({"path": str(store), "damaged": len(lost)}, "sessions", entries)
+        else:
+            for session_id, session in listed():
+                write(_session_line(session_id, session, bool(source.losses)))
+            if lost := source.damaged_sessions:
+                write(styled(f"✗ {_count(len(lost), 'session')} not shown: their own records are damaged", fg="red"))
+    return Code.CORRUPT if lost or unread else Code.FINE
+
+
+def _session_line(session_id: str, session: Session | CorruptTree, damaged: bool) -> str:
+    name = styled(_name(session_id, _LONG), bold=True)
+    if isinstance(session, CorruptTree):
+        return name + "  " + styled(f"✗ cannot be read: {safe(str(session))}", fg="red")
+    tree = session._tree
+    facts = [_count(len(tree), "node")]
+    if names := sorted(tree._heads):
+        facts.append(f"{_count(len(names), 'head')}: {_listed(names)}")
+    if unsure := _uncertain(session):
+        facts.append(f"uncertain since damage may hide later moves: {_listed(unsure)}")
+    if damaged and (lost := Shape(tree).lost_heads()):
+        facts.append(f"at nodes that are lost: {_listed(lost)}")
+    if session.pins:
+        facts.append(_count(len(session.pins), "pin"))
+    facts.append(_name(session.scheme.name))
+    facts += [f"{name} {_name(value)}" for name, value in namespace_facts(session.namespace).items() if value is not None]
+    return f"{name}  {', '.join(facts)}"
 
 
 def _uncertain(session: Session) -> list[str]:
@@ -63,13 +92,15 @@ def _uncertain(session: Session) -> list[str]:
     return [name for name, head in sorted(session._tree._heads.items()) if head.uncertain]
 
 
-def _session_facts(session: Session) -> dict[str, Any]:
+def _session_facts(session_id: str, session: Session | CorruptTree) -> dict[str, Any]:
+    if isinstance(session, CorruptTree):
+        return {"id": session_id, "error": str(session)}
     shape = Shape(session._tree)
     return {
         "id": session.id,
         "nodes": len(session._tree),
         "root": session.root.id.hex(),
-        "heads": {name: shape.id_at(ordinal).hex() for name, ordinal in shape.ordinals_of_heads().items()},
+        "heads": {name: _hex(shape.id_at(ordinal)) for name, ordinal in shape.ordinals_of_heads().items()},
         "uncertain_heads": _uncertain(session),
         "pins": sorted(pin.hex() for pin in session.pins),
         "scheme": session.scheme.name,
@@ -79,6 +110,10 @@ def _session_facts(session: Session) -> dict[str, Any]:
         "max_tokens": session.max_tokens,
         "reserve_output": session.reserve_output,
     }
+
+
+def _hex(node_id: bytes | None) -> str | None:
+    return None if node_id is None else node_id.hex()
 
 
 # --- show -------------------------------------------------------------------------------------------------------------
@@ -108,7 +143,7 @@ def show(
                 item["features"] = has
             facts |= {
                 "session": session.id,
-                "children": [child.hex() for child in children],
+                "children": list(map(_hex, children)),
                 "token_ids": node.token_ids.tolist(),
                 "metadata": plain(node.metadata),
                 "positions": positions,
@@ -130,7 +165,7 @@ def show(
             ("key", "none" if node.key is None else _name(node.key, _LONG)),
             ("heads", _listed(marks.heads(node.id)) or "none"),
             ("pinned", "yes" if marks.pinned(node.id) else "no"),
-            ("children", f"{len(children):,}" + "".join(f" {child.hex()[:8]}" for child in children[:8])),
+            ("children", f"{len(children):,}" + "".join(f" {child.hex()[:8]}" for child in children[:8] if child)),
             ("below", _count(shape.below[at], "node")),
             ("positions", f"next {decoded['next_position']}, delta {decoded['mrope_position_delta']}"),
         ]

@@ -176,10 +176,14 @@ class Shape:
         found: list[int] = np.flatnonzero(alike).tolist()
         return found
 
-    def id_at(self, ordinal: int) -> bytes:
-        """The id of a node, which need not be readable."""
-        found: bytes = self.ids[ordinal].tobytes()
-        return found
+    def id_at(self, ordinal: int) -> bytes | None:
+        """The id of a node, which need not be readable; None where nothing is left that says it."""
+        found: bytes = self.ids[ordinal].tobytes() if ordinal < len(self.ids) else b""
+        return found if any(found) else None
+
+    def lost_heads(self) -> list[str]:
+        """Names of the heads that are at nodes of which nothing is left."""
+        return [name for name, ordinal in self.ordinals_of_heads().items() if self.id_at(ordinal) is None]
 
 
 def _rows(ids: Any) -> NDArray[np.uint8]:

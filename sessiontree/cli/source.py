@@ -42,17 +42,19 @@ def reading(path: Path, lenient: bool = False) -> Iterator[Any]:
             yield bundle
         return
     check_store(path)
-    try:
-        store = SessionStore.open(path, read_only=True, strict=not lenient)
-    except CorruptTree as error:
-        if not lenient:
-            error.candidates = (  # type: ignore[attr-defined]
-                f"`sessiontree fsck {path}` names the damage, and can save the rest to a new store.",
-                "With --lenient what is sound can be looked at.",
-            )
-        raise
-    with store:
+    with SessionStore.open(path, read_only=True, strict=not lenient) as store:
         yield store
+
+
+def each_session(store: Any, lenient: bool) -> Iterator[tuple[str, Session | CorruptTree]]:
+    """All sessions by their ids. ``lenient``: for one that cannot be read the reason, which is raised otherwise."""
+    for session_id in store.sessions():
+        try:
+            yield session_id, _got(store, session_id)
+        except CorruptTree as error:
+            if not lenient:
+                raise
+            yield session_id, error
 
 
 @contextmanager

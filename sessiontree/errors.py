@@ -18,6 +18,7 @@ __all__ = [
     "LimitExceeded",
     "MediaSpanError",
     "NameTaken",
+    "NeedsExtra",
     "NeedsMedia",
     "NodeHeld",
     "OutOfRange",
@@ -158,6 +159,12 @@ class NeedsMedia(SessionTreeError):
     """Features were asked for that are not held. ``items``: the MediaItems, in path order."""
 
     items: tuple[Any, ...]
+
+
+class NeedsExtra(SessionTreeError, ImportError):
+    """A package that is not installed. ``extra``: the extra of sessiontree that brings it."""
+
+    extra: str
 
 
 class Unsupported(SessionTreeError):

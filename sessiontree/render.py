@@ -21,7 +21,7 @@ from unicodedata import bidirectional
 from pyrsistent import PMap
 
 from sessiontree.details import Details, Link
-from sessiontree.errors import OutOfRange, SessionTreeError, UnknownNode
+from sessiontree.errors import NeedsExtra, OutOfRange, UnknownNode
 from sessiontree.media import MediaItem
 from sessiontree.node import Node
 from sessiontree.positions import PositionScheme
@@ -56,12 +56,6 @@ class Told(Protocol):
     @property
     def _details(self) -> Details: ...
     def __len__(self) -> int: ...
-
-
-class NeedsExtra(SessionTreeError, ImportError):
-    """A package that is not installed. ``extra``: the extra of sessiontree that brings it."""
-
-    extra: str
 
 
 def to_text(nodes: Sequence[Node], heads: Mapping[str, Node], *, max_nodes: int = 200) -> str:

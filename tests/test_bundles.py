@@ -37,6 +37,7 @@ from sessiontree import (
     KeyTaken,
     LimitExceeded,
     Namespace,
+    NeedsExtra,
     Node,
     Session,
     SessionStore,
@@ -1140,8 +1141,9 @@ def test_zstd_is_asked_for_by_name_where_it_is_not_installed(tmp_path: Path, mon
     export_bundle(some_store(), tmp_path / "packed", compress="zstd")
     monkeypatch.setitem(sys.modules, "zstandard", None)
     for act in (lambda: export_bundle(some_store(), tmp_path / "b", compress="zstd"), lambda: open_bundle(tmp_path / "packed")):
-        with pytest.raises(Unsupported, match=r"sessiontree\[zstd\]"):
+        with pytest.raises(NeedsExtra, match=r"sessiontree\[zstd\]") as caught:
             act()
+        assert caught.value.extra == "zstd"
     assert [path.name for path in tmp_path.iterdir()] == ["packed"]
     taken(bundle_of(tmp_path / "plain", []))
 

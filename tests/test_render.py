@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sessiontree import FinishRefused, Node, OutOfRange, Session, SessionStore, SessionTree, SessionTreeError, UnknownNode
-from sessiontree.render import NeedsExtra, to_dot, to_html, to_networkx, to_text
+from sessiontree.errors import NeedsExtra
+from sessiontree.render import to_dot, to_html, to_networkx, to_text
 from tests import toy
 
 HOSTILE = [

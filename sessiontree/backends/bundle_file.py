@@ -49,7 +49,7 @@ from sessiontree.backends.frames import (
     write_all,
 )
 from sessiontree.backends.system import System
-from sessiontree.errors import CorruptTree, IncompatibleStore, LimitExceeded, StoreClosed, StoreFailed, Unsupported
+from sessiontree.errors import CorruptTree, IncompatibleStore, LimitExceeded, NeedsExtra, StoreClosed, StoreFailed, Unsupported
 
 VERSION: Final = 1
 SEGMENT: Final = 1
@@ -62,11 +62,11 @@ _MOST_WINDOW: Final = 2**25  # bytes that a zstd stream may ask for to be decode
 
 
 def zstandard() -> Any:
-    """The optional package. Raises Unsupported where it is not installed."""
+    """The optional package. Raises NeedsExtra where it is not installed."""
     try:
         import zstandard as package  # noqa: PLC0415
     except ImportError as error:
-        raise Unsupported("zstd needs the package zstandard: pip install 'sessiontree[zstd]'") from error
+        raise NeedsExtra("zstd needs the package zstandard: pip install 'sessiontree[zstd]'", extra="zstd") from error
     return package
 
 

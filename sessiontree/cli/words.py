@@ -10,8 +10,9 @@ from itertools import groupby
 from typing import Any, Final
 
 from sessiontree.cli.output import Usage, safe
+from sessiontree.errors import NeedsExtra
 from sessiontree.node import Node
-from sessiontree.render import NeedsExtra, _isolated
+from sessiontree.render import _isolated
 from sessiontree.stored import LoneNode
 
 _QWEN: Final = "qwen2.5-72b-instruct"

@@ -157,8 +157,9 @@ def export_bundle(
     ``features``: with those of the media, where they are held. ``compress``: "zstd" takes the package zstandard. ``progress`` is
     called with nodes written and nodes to write.
 
-    Raises UnknownSession, UnknownNode, Unsupported, CorruptTree where a node cannot be read, StoreFailed where the disk refuses.
-    What has the name is then what had it before, or a whole bundle.
+    Raises UnknownSession, UnknownNode, Unsupported also for a path inside a store, NeedsExtra where the package is missing,
+    CorruptTree where a node cannot be read, StoreFailed where the disk refuses. What has the name is then what had it before, or a
+    whole bundle.
     """
     if compress not in (None, "zstd"):
         raise Unsupported(f"compress={compress!r}; zstd, or None", compress=compress)
@@ -171,6 +172,7 @@ def export_bundle(
     except StoreFailed:
         pass  # what is there, and what this process sees, can be kept elsewhere all the same
     path = os.path.abspath(path)
+    _check_outside(path)
     left_out: list[str] = []
     snapshots = _snapshots(store, sessions, subtree, left_out)
     outline = [
@@ -190,6 +192,15 @@ def export_bundle(
         writer.abandon()
         raise
     return attrs.evolve(report, left_out=tuple(left_out))
+
+
+def _check_outside(path: str) -> None:
+    """Raises Unsupported for a place in the directory of a store."""
+    where = os.path.realpath(path)
+    while (above := os.path.dirname(where)) != where:
+        where = above
+        if os.path.isfile(f"{where}/FORMAT") and os.path.isdir(f"{where}/segments"):
+            raise Unsupported(f"{path} lies in the store at {where}; a bundle is written elsewhere")
 
 
 def _snapshots(store: SessionStore, sessions: Iterable[str] | None, subtree: Node | None, left_out: list[str]) -> list[_Snapshot]:

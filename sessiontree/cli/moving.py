@@ -51,16 +51,20 @@ def export(
     features: Annotated[bool, typer.Option("--features", help="Take pixels and encoder outputs along.")] = False,
     zstd: Annotated[bool, typer.Option("--zstd", help="Compress.")] = False,
     lenient: Lenient = False,
+    force: Annotated[bool, typer.Option("--force", help="Write over FILE if it is there.")] = False,
     as_json: Json = False,
 ) -> int:
     """Write sessions to one file.
 
-    All of them, those that are named, or what stands below one node.
+    All of them, those that are named, or what stands below one node. A FILE that is there is left alone without --force, and the
+    inside of a store always.
     """
     from sessiontree.bundles import export_bundle  # noqa: PLC0415
 
     if sessions and start is not None:
         raise Usage("either sessions are exported, or what stands below --from")
+    if file.exists() and not force:
+        raise Usage(f"{file} is there already; --force writes over it")
     with reading(store, lenient) as source, progress("export", as_json) as bar:
         names = [session_named(source, name).id for name in sessions] if sessions else None
         subtree = None
@@ -74,7 +78,7 @@ def export(
         write_json(facts)
     else:
         write(f"written to {safe(str(file))}")
-        write_pairs(flat(facts), "  ")
+        write_pairs(flat({"features" if name == "media" else name: value for name, value in facts.items()}), "  ")
         if report.left_out:
             write(f"  not in it, since they cannot be read: {_listed(report.left_out)}")
     return Code.CORRUPT if report.skipped or report.left_out else Code.FINE
@@ -112,7 +116,8 @@ def import_(
         write_json(facts)
     else:
         write(f"imported from {safe(str(file))}")
-        write_pairs(flat(facts | {"ids": list(facts["ids"])}), "  ")
+        named = {"features" if name == "media" else name: value for name, value in facts.items()}
+        write_pairs(flat(named | {"ids": list(facts["ids"])}), "  ")
         for head in facts["heads_kept"]:
             name = f"{_name(head['session_id'])}/{_name(head['name'])}"
             write(f"  {name} stays at {head['here'][:8]}; in the bundle it is at {head['bundled'][:8]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,50 @@ def test_drop_of_a_session_wants_to_be_meant(chats: Path) -> None:
     assert [each["id"] for each in json_of("ls", chats)["sessions"]] == ["other"]
     assert text_of("drop", chats, "other", "--session") == "other is dropped\n"
     assert run("drop", chats, "other", "--session").exit_code == 2
+
+
+def test_a_head_is_removed_and_what_it_held_can_go(chats: Path) -> None:
+    first = shown_in(chats)["first"].hex()
+    refused = run("drop", chats, f"chat-1/{first}")
+    assert (
+        refused.exit_code == 2 and "head 'first' of session 'chat-1' holds it" in refused.stderr and "<Node" not in refused.stderr
+    )
+    (remedy,) = [line for line in refused.stderr.splitlines() if "lets go" in line]
+    assert run("drop", chats, f"chat-1/{first}", "--head").exit_code == 2, "a node is no head"
+    command = remedy.partition("`sessiontree ")[2].partition("`")[0]
+    assert text_of(*shlex.split(command)) == f"chat-1/{first[:8]} is no longer head first\n"
+    assert shown_in(chats)["first"].hex() == first, "the node stays"
+    assert text_of("drop", chats, f"chat-1/{first}").endswith("with all below it\n")
+    assert json_of("drop", chats, "chat-1/main", "--head")["head"] == "main"
+    assert json_of("ls", chats)["sessions"][0]["heads"] == {}
+
+
+def test_what_a_pin_holds_says_how_to_let_go(chats: Path) -> None:
+    node = shown_in(chats)["other"].hex()
+    text_of("pin", chats, node)
+    for arguments in (["chat-1", "--session"], [f"chat-1/{node}"]):
+        with SessionStore.open(chats) as store:
+            for name in tuple(store.get("chat-1").heads):
+                store.get("chat-1").drop_head(name)
+        refused = run("drop", chats, *arguments)
+        assert refused.exit_code == 2 and "pin" in refused.stderr
+        command = refused.stderr.partition("`sessiontree ")[2].partition("`")[0]
+        assert command.startswith("unpin ")
+    assert run(*shlex.split(command)).exit_code == 0
+    assert run("drop", chats, "chat-1", "--session").exit_code == 0
+    assert "heads included" in text_of("drop", "--help")
+
+
+@pytest.mark.parametrize("name", ["a/b", "with space", "main", "'"])
+def test_a_head_of_any_name_is_removed(name: str, chats: Path) -> None:
+    with SessionStore.open(chats) as store:
+        session = store.get("chat-1")
+        session.set_head(name, session.head("first").node)
+        session.set_head("b", session.head("first").node)
+    assert json_of("drop", chats, f"chat-1/{name}", "--head")["head"] == name
+    assert name not in json_of("ls", chats)["sessions"][0]["heads"] and run("show", chats, "chat-1/b").exit_code == 0
+    assert run("drop", chats, "chat-1/root", "--head").exit_code == 2
+    assert run("drop", chats, "chat-1", "--head", "--session").exit_code == 2
 
 
 def test_gc_beside_a_reader(chats: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -9,8 +13,9 @@ import typer
 
 from sessiontree.cli.output import Code, Usage, flat, progress, report_facts, safe, styled, write, write_json, write_pairs
 from sessiontree.cli.source import Json, Place, Store, check_store, complete_place, find_place, session_named, writing
+from sessiontree.errors import NodeHeld
 from sessiontree.render import _count, _listed, _name
-from sessiontree.store import SessionStore
+from sessiontree.store import Session, SessionStore
 
 MAX_LINES: Final = 100  # of a list in a report
 NodePlace = Annotated[
@@ -168,21 +173,52 @@ def unpin(store: Store, place: NodePlace, as_json: Json = False) -> int:
 def drop(
     store: Store,
     place: NodePlace,
-    whole: Annotated[bool, typer.Option("--session", help="PLACE is a session; drop all of it.")] = False,
+    whole: Annotated[bool, typer.Option("--session", help="PLACE is a session; drop all of it, heads included.")] = False,
+    head: Annotated[bool, typer.Option("--head", help="PLACE is a head; remove that name, and no node.")] = False,
     as_json: Json = False,
 ) -> int:
     """Drop a node and all that stands below it.
 
-    Refused where a head or a pin holds any of that. The bytes come back with gc.
+    Refused where a head or a pin holds any of that: --head removes a head, unpin a pin. A whole session goes with its heads, not
+    with a pin. The bytes come back with gc.
     """
+    if whole and head:
+        raise Usage("--session drops a session, --head a head; not both")
     with writing(store) as opened:
         if whole:
             session = session_named(opened, place)
-            opened.drop(session.id)
+            with _remedied(store, session):
+                opened.drop(session.id)
             return _told({"session": session.id, "node": None}, "dropped", as_json)
         session, node = _node_named(opened, place)
-        session.drop(node)
+        if head:
+            meant = [each for each, at in session.heads.items() if at.id == node.id and f"/{place}".endswith(f"/{each}")]
+            name = max(meant, key=len, default=None)
+            if name is None:
+                raise Usage(f"{place!r} names no head", candidates=tuple(f"{session.id}/{each}" for each in sorted(session.heads)))
+            session.drop_head(name)
+            facts = {"session": session.id, "node": node.id.hex(), "head": name}
+            return _told(facts, f"no longer head {_name(name)}", as_json)
+        with _remedied(store, session):
+            session.drop(node)
     return _told({"session": session.id, "node": node.id.hex()}, "dropped, with all below it", as_json)
+
+
+@contextmanager
+def _remedied(store: Path, session: Session) -> Iterator[None]:
+    """Have a refusal say where the holder is, and what removes it."""
+    try:
+        yield
+    except NodeHeld as error:
+        kind, _, name = error.holder.partition(" ")
+        node = "" if error.node is None else f", at {error.node.id[:4].hex()}"
+        what = f"nothing is dropped: {error.holder} of session {session.id!r} holds it{node}"
+        held = NodeHeld(what, node=error.node, holder=error.holder)
+        at = shlex.quote(f"{session.id}/{ast.literal_eval(name) if kind == 'head' else name}")
+        remedies = {"head": f"drop --head {shlex.quote(str(store))} {at}", "pin": f"unpin {shlex.quote(str(store))} {at}"}
+        if kind in remedies:
+            held.candidates = (f"`sessiontree {remedies[kind]}` lets go of it.",)  # type: ignore[attr-defined]
+        raise held from error
 
 
 def _node_named(store: SessionStore, place: str) -> Place:

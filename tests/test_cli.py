@@ -58,9 +58,9 @@ def test_ls(chats: Path) -> None:
         store.create("a long name", scheme="text@hf5")
     lines = text_of("ls", chats).splitlines()
     assert lines == [
-        "chat-1  6 nodes, 2 heads: first main, qwen2_5_vl@sglang, tenant acme",
-        "b  1 node, text@hf5",
-        "'a long name'  1 node, text@hf5",
+        "chat-1  5 nodes, 2 heads: first main, qwen2_5_vl@sglang, tenant acme",
+        "b  0 nodes, text@hf5",
+        "'a long name'  0 nodes, text@hf5",
     ]
 
 
@@ -70,7 +70,8 @@ def test_ls_in_json(chats: Path, session: Session) -> None:
     (facts,) = answer["sessions"]
     assert facts == {
         "id": "chat-1",
-        "nodes": 6,
+        "nodes": 5,
+        "shared": 0,
         "root": session.root.id.hex(),
         "heads": {name: node.id.hex() for name, node in session.heads.items()},
         "uncertain_heads": [],
@@ -706,6 +707,21 @@ def test_damage_on_opening_says_what_to_do_and_lenient_shows_the_rest(chats: Pat
     assert run("log", chats, "first", "--lenient").exit_code == 0
     assert run("show", chats, "000000", "--lenient").exit_code == 2, "what is not there has no id"
     assert run("ls", chats, "--lenient").exit_code == 0
+
+
+def test_a_head_alone_is_a_place_where_one_session_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with SessionStore.open(path) as store:
+        for name in ("one", "two"):
+            conversation(store, name)
+        store.get("two").set_head("only", store.get("two").head("first").node)
+        store.get("two").set_head("one", store.get("two").head("first").node)
+        expected = store.get("two").head("only").node.id.hex()
+    only = json_of("show", path, "only")
+    assert (only["id"], only["session"]) == (expected, "two")
+    error = json_of("show", path, "first", code=2)["error"]
+    assert error["candidates"] == ["one/first", "two/first"] and "is a head of" in error["message"]
+    assert json_of("show", path, "one")["session"] == "one", "sessions come before heads"
 
 
 def test_arguments_that_are_no_text(chats: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,60 @@ def test_export_of_some_and_import_twice(chats: Path, tmp_path: Path) -> None:
     assert "imported from" in text_of("import", new, bundle)
     assert text_of("tree", new, "chat-2") == text_of("tree", chats, "chat-2")
     assert run("diff", chats, "fork", "fork", "--in", new).exit_code == 0
+
+
+def test_export_leaves_alone_what_is_there(chats: Path, tmp_path: Path) -> None:
+    """A file of any kind unless that is wanted, and the files of a store whatever is wanted."""
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    result = run("export", chats, notes)
+    assert (result.exit_code, result.stdout, notes.read_text()) == (2, "", "mine") and "--force" in result.stderr
+    assert "--force" in text_of("export", "--help") and "left alone" in text_of("export", "--help")
+    assert json_of("export", chats, notes, "--force")["nodes"] == 10
+    assert run("ls", notes).exit_code == 0
+    before = {file: file.read_bytes() for file in chats.rglob("*") if file.is_file()}
+    (tmp_path / "link").symlink_to(chats)
+    inside = [*before, chats / "new.bundle", chats / "segments" / "new", tmp_path / "link" / "new"]
+    for file in inside:
+        for source in (chats, notes):
+            for options in ([], ["--force"]):
+                result = run("export", source, file, *options)
+                assert result.exit_code == 2 and ("lies in the store" in result.stderr or not options), file
+    assert {file: file.read_bytes() for file in chats.rglob("*") if file.is_file()} == before
+
+
+def test_a_package_that_is_missing_has_a_code_of_its_own(chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    json_of("export", chats, tmp_path / "packed", "--zstd")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    for arguments in (["export", chats, tmp_path / "x", "--zstd"], ["ls", tmp_path / "packed"]):
+        result = run(*arguments)
+        assert result.exit_code == 8 and "sessiontree[zstd]" in result.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_what_is_no_store_says_what_it_is(chats: Path, tmp_path: Path) -> None:
+    bundle, notes = tmp_path / "all.bundle", tmp_path / "notes.txt"
+    json_of("export", chats, bundle)
+    notes.write_text("mine")
+    for command in ("fsck", "stats"):
+        assert json_of(command, bundle, code=6)["error"]["type"] == "IncompatibleStore"
+        assert "is a bundle; `sessiontree import`" in run(command, bundle).stderr
+        assert (run(command, notes).exit_code, run(command, tmp_path / "nothing").exit_code) == (6, 3)
+    assert (run("ls", notes).exit_code, run("ls", tmp_path / "nothing").exit_code) == (6, 3)
+
+
+def test_everybody_counts_alike(chats: Path, tmp_path: Path) -> None:
+    """Roots are no nodes; what a fork shares is counted once where all is counted, and told where the fork is."""
+    listed = {each["id"]: (each["nodes"], each["shared"]) for each in json_of("ls", chats)["sessions"]}
+    assert listed == {"chat-1": (5, 0), "chat-2": (5, 0), "fork": (2, 2)}
+    assert sum(nodes - shared for nodes, shared in listed.values()) == json_of("stats", chats)["nodes"] == 10
+    assert {each["session_id"]: each["nodes"] for each in json_of("stats", chats)["sessions"]} == {
+        name: nodes - shared for name, (nodes, shared) in listed.items()
+    }
+    assert json_of("export", chats, tmp_path / "all")["nodes"] == 10 == json_of("fsck", chats)["nodes"]
+    assert "fork  2 nodes (2 shared)" in text_of("ls", chats)
+    text = text_of("export", chats, tmp_path / "again", "--features")
+    assert ["features", "1"] in [line.split() for line in text.splitlines()]
 
 
 def test_a_branch_goes_to_another_namespace(chats: Path, tmp_path: Path) -> None:

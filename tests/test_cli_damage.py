@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from sessiontree import CorruptTree, SessionStore, replay
 from sessiontree.bundles import export_bundle, open_bundle
-from tests.command_line import flip, generate, json_of, run, text_of
+from tests.command_line import conversation, environment, flip, generate, json_of, run, text_of
 
 LOOKING = ("ls", "tree", "show", "log", "diff", "replay", "export")
 
@@ -31,7 +35,7 @@ def parted(tmp_path: Path) -> Path:
 
 def test_a_head_at_a_node_of_which_nothing_is_left(parted: Path) -> None:
     first, fork, sound = json_of("ls", parted, "--lenient", code=5)["sessions"]
-    assert first["heads"] == {"main": None} and first["nodes"] == 2
+    assert first["heads"] == {"main": None} and first["nodes"] == 1
     assert fork.keys() == {"id", "error"} and sound["heads"]["main"]
     lines = text_of("ls", parted, "--lenient", code=5).splitlines()
     assert [line.split()[0] for line in lines] == ["first", "fork", "sound"]
@@ -90,6 +94,58 @@ def test_a_format_that_is_damaged_says_what_to_do(parted: Path) -> None:
         result = run("ls", parted)
         assert result.exit_code in (5, 6) and f"sessiontree fsck {parted}" in result.stderr, at
         assert run("fsck", parted).exit_code == 1
+
+
+def test_damaged_features_are_told_of_where_they_are_wanted(tmp_path: Path) -> None:
+    path, new = tmp_path / "store", tmp_path / "new"
+    with SessionStore.open(path) as store:
+        session = conversation(store)
+        item = session.head("main").node.media_spans()[0][0]
+        question = session.head("first").node.parent
+        assert question is not None
+        store.put_features(item, {"pixels": np.arange(40, dtype=np.float32)})
+    (features,) = [file for file in (path / "blobs").rglob("*") if file.is_file()]
+    data = features.read_bytes()
+    features.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    answer = json_of("replay", path, code=1)
+    assert all("features of" in step["problem"] and "damaged" in step["problem"] for step in answer["steps"])
+    assert "cannot be run again" in text_of("replay", path, code=1)
+    (damage,) = json_of("fsck", path, code=1)["damaged"]
+    assert damage["named_by"] == [question.id.hex()] and not damage["dependents"] and not damage["harmless"]
+    assert f"features of 1 node: {question.id.hex()[:8]}" in text_of("fsck", path, code=1)
+    saved = json_of("fsck", path, "--salvage", new, code=1)["salvage"]
+    assert saved["lost_features"] == [damage["path"]] and saved["lost_nodes"] == [] and saved["features"] == 0
+    assert json_of("fsck", new)["ok"]
+
+
+def test_a_verdict_says_how_bad_it_is(parted: Path) -> None:
+    (segment,) = (parted / "segments").glob("*.seg")
+    assert text_of("fsck", parted, code=1).splitlines()[0] == "DAMAGED"
+    data = bytearray(segment.read_bytes())
+    data[data.index(b"he last") - 1] ^= 1  # as it was
+    segment.write_bytes(data)
+    assert text_of("fsck", parted).splitlines()[0] == "nothing is damaged"
+    (index,) = (parted / "segments").glob("*.idx")
+    whole = index.read_bytes()
+    index.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    assert "an index is damaged" in text_of("fsck", parted).splitlines()[0]
+    index.write_bytes(whole)
+    data[0] ^= 1
+    segment.write_bytes(data)
+    lines = text_of("fsck", parted, code=1).splitlines()
+    assert lines[0] == "DAMAGED; nothing is lost: all records can be read" and "nothing is lost by it" in "".join(lines)
+
+
+def test_errors_in_what_was_asked_are_json_too(parted: Path) -> None:
+    for arguments in (["ls", parted, "--bogus"], ["bogus"], ["tree"], ["tree", parted, "--depth", "x"]):
+        assert json_of(*arguments, code=2)["error"]["type"] == "Usage"
+        assert run(*arguments).stdout == ""
+
+
+def test_a_closed_stdout_is_an_error_in_words(parted: Path) -> None:
+    command = f"exec {shlex.quote(sys.executable)} -m sessiontree ls {shlex.quote(str(parted))} >&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 7 and done.stderr.count("\n") == 1 and "stdout is closed" in done.stderr
 
 
 @pytest.mark.parametrize("sidecar", [True, False])

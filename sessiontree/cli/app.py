@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
 
 from sessiontree import __version__
 from sessiontree.cli import drawing, health, moving, reading, running
-from sessiontree.cli.output import command
+from sessiontree.cli.output import command, write_json
 
 _EXIT_CODES: Final = (
     "Exit codes: 0 fine; 1 something was found: a difference, damage, what cannot be run again; 2 asked wrongly, or nothing of "
@@ -16,7 +17,24 @@ _EXIT_CODES: Final = (
     "else; 7 the disk refused; 8 a package is missing."
 )
 
+_UsageError: Any = typer.BadParameter.__base__  # what options and arguments that are none raise
+
+
+class _Commands(TyperGroup):
+    """Commands of which one that is asked wrongly says so in JSON too, where JSON is asked for."""
+
+    def invoke(self, ctx: Any) -> Any:
+        wants_json = "--json" in (*ctx._protected_args, *ctx.args)
+        try:
+            return super().invoke(ctx)
+        except _UsageError as error:
+            if wants_json:
+                write_json({"error": {"type": "Usage", "message": error.format_message()}})
+            raise
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

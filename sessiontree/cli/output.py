@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,8 +23,7 @@ import numpy as np
 import typer
 
 from sessiontree.backends.base import Progress
-from sessiontree.errors import CorruptTree, IncompatibleStore, SessionTreeError, StoreFailed, StoreLocked
-from sessiontree.render import NeedsExtra
+from sessiontree.errors import CorruptTree, IncompatibleStore, NeedsExtra, SessionTreeError, StoreFailed, StoreLocked
 
 
 class Code(IntEnum):
@@ -69,6 +69,8 @@ def command(run: Callable[..., int]) -> Callable[..., None]:
 
     @functools.wraps(run)
     def ending(**options: Any) -> None:
+        if sys.stdout is None:  # it was closed before this began
+            raise typer.Exit(int(_unheard()))
         with suppress(AttributeError):  # an odd encoding is no reason to fail
             sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         try:
@@ -90,6 +92,13 @@ def command(run: Callable[..., int]) -> Callable[..., None]:
         raise typer.Exit(int(code))
 
     return ending
+
+
+def _unheard() -> Code:
+    """There is nowhere to write an answer to."""
+    if sys.stderr is not None:
+        print("sessiontree: stdout is closed, so there is nowhere to write to; nothing was done", file=sys.stderr)
+    return Code.FAILED
 
 
 def _check_text(text: str) -> None:
@@ -118,6 +127,7 @@ def _remedies(code: Code, options: Mapping[str, Any]) -> Iterator[str]:
     path = options.get("store")
     if path is None or not os.path.isdir(os.path.join(path, "segments")):
         return
+    path = shlex.quote(str(path))
     if code == Code.CORRUPT:
         yield f"`sessiontree fsck {path}` names the damage, and can save the rest to a new store."
         if options.get("lenient") is False:

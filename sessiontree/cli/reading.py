@@ -73,7 +73,7 @@ def _session_line(session_id: str, session: Session | CorruptTree, damaged: bool
     if isinstance(session, CorruptTree):
         return name + "  " + styled(f"✗ cannot be read: {safe(str(session))}", fg="red")
     tree = session._tree
-    facts = [_count(len(tree), "node")]
+    facts = [_count(len(tree) - 1, "node") + (f" ({shared:,} shared)" if (shared := _shared(session)) else "")]
     if names := sorted(tree._heads):
         facts.append(f"{_count(len(names), 'head')}: {_listed(names)}")
     if unsure := _uncertain(session):
@@ -87,6 +87,12 @@ def _session_line(session_id: str, session: Session | CorruptTree, damaged: bool
     return f"{name}  {', '.join(facts)}"
 
 
+def _shared(session: Session) -> int:
+    """How many nodes lie on the path that a fork shares with what it was made from."""
+    tip = session._tree._index.layers_upward(session._tree._count)[0][0].tip
+    return 0 if tip is None else tip.depth
+
+
 def _uncertain(session: Session) -> list[str]:
     """Heads that may have been somewhere else later: damage may hide it."""
     return [name for name, head in sorted(session._tree._heads.items()) if head.uncertain]
@@ -98,7 +104,8 @@ def _session_facts(session_id: str, session: Session | CorruptTree) -> dict[str,
     shape = Shape(session._tree)
     return {
         "id": session.id,
-        "nodes": len(session._tree),
+        "nodes": len(session._tree) - 1,
+        "shared": _shared(session),
         "root": session.root.id.hex(),
         "heads": {name: _hex(shape.id_at(ordinal)) for name, ordinal in shape.ordinals_of_heads().items()},
         "uncertain_heads": _uncertain(session),

@@ -11,6 +11,9 @@ from sessiontree.cli.facts import item_facts, number, span_facts
 from sessiontree.cli.output import Code, plain, safe, stream_json, styled, write
 from sessiontree.cli.source import Json, Lenient, OneSession, Source, Tokenizer, reading, session_named
 from sessiontree.cli.words import Words, words
+from sessiontree.errors import CorruptTree
+from sessiontree.media import MediaItem
+from sessiontree.node import Node
 from sessiontree.render import _count, _name
 from sessiontree.replay import ReplayStep
 from sessiontree.replay import replay as steps_of
@@ -35,25 +38,49 @@ def replay(
     text = words(tokenizer)
     with reading(store, lenient) as source:
         count = problems = 0
+        held = _Held()
 
         def counted() -> Iterator[ReplayStep]:
             nonlocal count, problems
             for step in steps_of(source if session is None else session_named(source, session)):
                 count += 1
-                problems += step.problem is not None
+                problems += held.problem(step) is not None
                 yield step
 
         if as_json:
-            stream_json({"path": str(store)}, "steps", (_facts(step, inputs, text) for step in counted()))
+            stream_json({"path": str(store)}, "steps", (_facts(step, held.problem(step), inputs, text) for step in counted()))
         else:
             for step in counted():
-                write(_line(step, text))
+                write(_line(step, held.problem(step), text))
             can = "all can be run again" if not problems else f"{problems:,} cannot be run again"
             write(f"{_count(count, 'generation')}, {can}; what was aborted was never recorded")
     return Code.FOUND if problems else Code.FINE
 
 
-def _line(step: ReplayStep, text: Words | None) -> str:
+class _Held:
+    """Whether features that a request takes are not only there, but as they were put. Each is read once."""
+
+    def __init__(self) -> None:
+        self._damage: dict[tuple[Any, ...], str | None] = {}
+
+    def problem(self, step: ReplayStep) -> str | None:
+        """Why a step cannot be run again; None where it can."""
+        if step.problem is not None:
+            return step.problem
+        return next(filter(None, (self._damaged(step.node, item) for item in step.needed_items)), None)
+
+    def _damaged(self, node: Node, item: MediaItem) -> str | None:
+        content, features = item.content(), node.feature_store
+        if features is not None and content not in self._damage:
+            self._damage[content] = None
+            try:
+                features.kept(item)
+            except CorruptTree as error:
+                self._damage[content] = f"the features of {item} are damaged: {error}"
+        return self._damage.get(content)
+
+
+def _line(step: ReplayStep, problem: str | None, text: Words | None) -> str:
     node = step.node
     line = f"{step.number:>4}  {_name(step.session_id)}/{node.id.hex()[:8]}  {step.prompt.stop:,} tokens → {len(node):,}"
     if step.finish_reason is not None:
@@ -68,10 +95,10 @@ def _line(step: ReplayStep, text: Words | None) -> str:
         line += f", {_count(len(step.needed_items), 'item')} needed"
     if text is not None:
         line += "  " + styled(text.beginning(node, 40), italic=True)
-    return line if step.problem is None else line + styled(f"  ✗ {safe(step.problem)}", fg="red")
+    return line if problem is None else line + styled(f"  ✗ {safe(problem)}", fg="red")
 
 
-def _facts(step: ReplayStep, inputs: bool, text: Words | None) -> dict[str, Any]:
+def _facts(step: ReplayStep, problem: str | None, inputs: bool, text: Words | None) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "number": step.number,
         "session": step.session_id,
@@ -88,7 +115,7 @@ def _facts(step: ReplayStep, inputs: bool, text: Words | None) -> dict[str, Any]
         "metadata": plain(step.metadata),
         "needed": [item_facts(item) for item in step.needed_items],
         "missing": [item_facts(item) for item in step.missing],
-        "problem": step.problem,
+        "problem": problem,
     }
     if inputs:
         facts |= {

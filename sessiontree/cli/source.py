@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -18,7 +18,7 @@ import typer
 
 from sessiontree.cli.output import NoStore, Usage
 from sessiontree.cli.shape import Shape
-from sessiontree.errors import CorruptTree
+from sessiontree.errors import CorruptTree, IncompatibleStore
 from sessiontree.node import Node
 from sessiontree.render import _facts
 from sessiontree.store import Session, SessionStore
@@ -26,6 +26,7 @@ from sessiontree.store import Session, SessionStore
 _HEX: Final = re.compile(r"[0-9a-fA-F]{1,64}")
 _COMPLETED: Final = re.compile(r"[A-Za-z0-9_.,@%+=/-]+")  # what no shell reads anything into
 MAX_CANDIDATES: Final = 10
+BUNDLE: Final = b"sessiontree bundle "
 
 
 # --- stores and bundles -----------------------------------------------------------------------------------------------
@@ -72,8 +73,16 @@ def check_store(path: Path) -> None:
     """Raises NoStore where nobody ever wrote one."""
     if not path.exists():
         raise NoStore(f"there is nothing at {path}")
+    if path.is_file():
+        what = "a bundle; `sessiontree import` takes it into a store" if _is_bundle(path) else "a file"
+        raise IncompatibleStore(f"this takes a store's directory, and {path} is {what}")
     if not (path / "FORMAT").exists() and not (path / "segments").exists():
         raise NoStore(f"{path} is no store of sessions")
+
+
+def _is_bundle(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(BUNDLE)) == BUNDLE
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -150,7 +159,10 @@ def _find_spot(store: Any, text: str | None) -> Spot:
             if error.candidates:
                 raise
             missing = missing or error
-    found = _spots_of(store, ids, text)
+    found = _heads_of(store, ids, text)
+    if len(found) > 1:
+        raise _ambiguous(f"{text!r} is a head of", [f"{session.id}/{text}" for session, _, _ in found])
+    found = found or _spots_of(store, ids, text)
     if len({shape.id_at(ordinal) for _, shape, ordinal in found}) > 1:
         raise _ambiguous(f"{text!r} may be any of", [_described(*spot) for spot in found])
     if found:
@@ -167,6 +179,18 @@ def _meanings(store: Any, text: str, ids: tuple[str, ...]) -> Iterator[tuple[str
     if any(each.startswith(text) for each in ids):
         yield text, None
     yield from (split for split in splits if any(each.startswith(split[0]) for each in ids))
+
+
+def _heads_of(store: Any, ids: tuple[str, ...], text: str) -> list[tuple[Session, Shape, int]]:
+    """The heads of this name, of any session that can be read."""
+    found = []
+    for session_id in ids:
+        with suppress(CorruptTree):
+            session = _got(store, session_id)
+            if text in session._tree._heads:
+                shape = Shape(session._tree)
+                found.append((session, shape, shape.ordinal_of_head(text)))
+    return found
 
 
 def _spots_of(store: Any, ids: tuple[str, ...], text: str) -> list[tuple[Session, Shape, int]]:

@@ -660,12 +660,13 @@ class Journal:
 
     def _index(self, columns: Columns, number: int) -> StoredIndex:
         """The nodes of a session, as far as the log has them."""
-        chain = []  # of a fork, also the session it was forked from, and so on
+        chain: list[codec.SessionRecord] = []  # of a fork, also the session it was forked from, and so on
         at: int | None = number
         while at is not None:
             mine = columns.places(codec.SESSION, at)
             if not len(mine):
-                raise CorruptTree(f"session {at} has no sound record", session=at)
+                what = f"session {chain[-1].session_id!r} goes on from session {at}, of which" if chain else f"of session {at}"
+                raise CorruptTree(f"{what} no sound record is left", session=at)
             record = self._session(columns, mine[0])
             chain.append(record)
             if record.tip is not None and record.tip[0] >= at:

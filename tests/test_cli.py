@@ -706,7 +706,8 @@ def test_damage_on_opening_says_what_to_do_and_lenient_shows_the_rest(chats: Pat
     assert json_of("tree", chats, "--lenient", code=5)["lost"] == lost
     assert run("log", chats, "first", "--lenient").exit_code == 0
     assert run("show", chats, "000000", "--lenient").exit_code == 2, "what is not there has no id"
-    assert run("ls", chats, "--lenient").exit_code == 0
+    listed = run("ls", chats, "--lenient")
+    assert listed.exit_code == 5 and "damaged bytes of the store" in listed.stdout.splitlines()[-1]
 
 
 def test_a_head_alone_is_a_place_where_one_session_has_it(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_a_head_at_a_node_of_which_nothing_is_left(parted: Path) -> None:
     assert first["heads"] == {"main": None} and first["nodes"] == 1
     assert fork.keys() == {"id", "error"} and sound["heads"]["main"]
     lines = text_of("ls", parted, "--lenient", code=5).splitlines()
-    assert [line.split()[0] for line in lines] == ["first", "fork", "sound"]
+    assert [line.split()[0] for line in lines] == ["first", "fork", "sound", "✗"]
     assert "at nodes that are lost: main" in lines[0] and "cannot be read" in lines[1] and "✗" not in lines[2]
     assert json_of("tree", parted, "first", "--lenient", code=5)["lost_heads"] == ["main"]
     assert text_of("tree", parted, "first", "--lenient", code=5).splitlines()[-1] == "✗ at nodes of which nothing is left: main"

@@ -15,7 +15,19 @@ import typer
 from sessiontree.cli.facts import Marks, node_facts, node_line
 from sessiontree.cli.output import Code, safe, stream_json, styled, write
 from sessiontree.cli.shape import Shape
-from sessiontree.cli.source import Json, Lenient, OnePlace, Source, Tokenizer, complete_node, find_place, node_named, reading
+from sessiontree.cli.source import (
+    Json,
+    Lenient,
+    OnePlace,
+    Source,
+    Tokenizer,
+    complete_node,
+    damaged_bytes,
+    find_place,
+    node_named,
+    reading,
+    write_losses,
+)
 from sessiontree.cli.words import Words, words
 from sessiontree.errors import CorruptTree
 from sessiontree.node import Node
@@ -84,7 +96,6 @@ def tree(
         marks = Marks(session, shape)
         lost = 0 if first else shape.lost
         lost_heads = [] if first else shape.lost_heads()
-        damaged_bytes = sum(stop - at for _, at, stop in source.losses)
         unreadable = lost > 0 or bool(lost_heads or source.losses)
 
         def noticed() -> Iterator[Row]:
@@ -99,7 +110,7 @@ def tree(
                 "count": len(session._tree),
                 "lost": lost,
                 "lost_heads": lost_heads,
-                "damaged_bytes": damaged_bytes,
+                "damaged_bytes": damaged_bytes(source),
             }
             entries = (_row_facts(row, shape, marks, text) for row in noticed())
             stream_json(facts, "nodes", entries)
@@ -116,9 +127,7 @@ def tree(
                     write(f"{row.below_rail}⋮ {_count(row.cut, 'node')} {why}")
             if lost:
                 write(styled(f"✗ {_count(lost, 'node')} not shown: what they stand under is missing", fg="red"))
-            if source.losses:
-                what = f"not shown: what stood in {damaged_bytes:,} damaged bytes of the store; `sessiontree fsck` names it"
-                write(styled(f"✗ {what}", fg="red"))
+            write_losses(source)
             if lost_heads:
                 write(styled(f"✗ at nodes of which nothing is left: {_listed(lost_heads)}", fg="red"))
     return Code.CORRUPT if unreadable else Code.FINE

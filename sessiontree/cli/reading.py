@@ -23,10 +23,12 @@ from sessiontree.cli.source import (
     Source,
     Tokenizer,
     complete_place,
+    damaged_bytes,
     each_session,
     place_named,
     reading,
     spot_named,
+    write_losses,
 )
 from sessiontree.cli.words import Words, words
 from sessiontree.errors import CorruptTree
@@ -59,13 +61,15 @@ def ls(store: Source, lenient: Lenient = False, as_json: Json = False) -> int:
         if as_json:
             lost = source.damaged_sessions
             entries = (_session_facts(session_id, session) for session_id, session in listed())
-            stream_json({"path": str(store), "damaged": len(lost)}, "sessions", entries)
+            stream_json({"path": str(store), "damaged": len(lost), "damaged_bytes": damaged_bytes(source)}, "sessions", entries)
         else:
             for session_id, session in listed():
                 write(_session_line(session_id, session, bool(source.losses)))
             if lost := source.damaged_sessions:
                 write(styled(f"✗ {_count(len(lost), 'session')} not shown: their own records are damaged", fg="red"))
-    return Code.CORRUPT if lost or unread else Code.FINE
+            write_losses(source)
+        hidden = bool(source.losses)
+    return Code.CORRUPT if lost or unread or hidden else Code.FINE
 
 
 def _session_line(session_id: str, session: Session | CorruptTree, damaged: bool) -> str:

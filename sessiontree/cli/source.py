@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
-from sessiontree.cli.output import NoStore, Usage
+from sessiontree.cli.output import NoStore, Usage, styled, write
 from sessiontree.cli.shape import Shape
 from sessiontree.errors import CorruptTree, IncompatibleStore
 from sessiontree.node import Node
@@ -67,6 +67,18 @@ def writing(path: Path, make: bool = False) -> Iterator[SessionStore]:
         check_store(path)
     with SessionStore.open(path, durability="commit") as store:
         yield store
+
+
+def damaged_bytes(store: Any) -> int:
+    """How many bytes of a store are damaged so that what they held is not shown, or may not be."""
+    return sum(stop - start for _, start, stop in store.losses)
+
+
+def write_losses(store: Any) -> None:
+    """Say so."""
+    if store.losses:
+        what = f"not shown: what stood in {damaged_bytes(store):,} damaged bytes of the store; `sessiontree fsck` names it"
+        write(styled(f"✗ {what}", fg="red"))
 
 
 def check_store(path: Path) -> None:

@@ -182,7 +182,9 @@ def _check(journal: Journal, columns: Columns) -> None:
             pass
         _last_words(journal, columns.others_alone(), stay, columns.entries[:0])
     except CorruptTree as error:
-        raise journal.named(error, columns) from error
+        if (named := journal.named(error, columns)) is None:
+            raise
+        raise named from error
 
 
 def _keys(columns: Columns, places: NDArray[np.int64]) -> NDArray[np.uint64]:

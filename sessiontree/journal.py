@@ -531,12 +531,12 @@ class Journal:
         """Of the entry of a head."""
         return self._read(head, codec.HeadRecord, "a head of ").version
 
-    def named(self, error: CorruptTree, columns: Columns) -> CorruptTree:
-        """The same error, naming the node that it is about if it says where in the log that is."""
+    def named(self, error: CorruptTree, columns: Columns) -> CorruptTree | None:
+        """The same error, naming the node that it is about; None where it does not say where in the log one is."""
         segment, offset = getattr(error, "segment", -1), getattr(error, "offset", -1)
         places = np.flatnonzero((columns.entries["segment"] == segment) & (columns.entries["offset"] == offset))
         if not len(places) or columns.kinds[places[0]] != codec.NODE:
-            return error
+            return None
         _, number, ordinal, _, node_id, *_ = columns.entries[places[0]].item()
         try:
             whose = f"session {self._session(columns, columns.places(codec.SESSION, number)[0]).session_id!r}"

@@ -1089,6 +1089,25 @@ def test_whatever_is_lost_by_a_flipped_byte_is_named(tmp_path: Path) -> None:
     assert lossy > 4 and lossless > 4
 
 
+def test_a_frame_that_is_whole_says_nothing_of_what_was_cut_behind_it() -> None:
+    """The header of the last frame that is left is damaged, its records are whole: there were others, and no sidecar says which."""
+    disk = Disk()
+    with open_on(disk, segment_bytes=1200, durability="commit") as store:
+        session = text_session(store)
+        for number in range(12):
+            session.append(session.root, [number] * 20)
+    disk.unlink(segment(1, "idx"))
+    nodes = [row for row in entries_of(disk) if row["segment"] == 1]
+    last, gone = nodes[-2:]
+    end = int(last["offset"]) + int(last["length"]) + frames.CRC.size
+    assert end < int(gone["offset"]) and entries_of(disk)["segment"].max() > 1
+    broken = flipped(disk, segment(1), int(last["offset"]) - frames.HEAD.size - 10)
+    assert report_of(broken).damaged and report_of(broken).nodes == 12
+    del broken.content("00000001.seg")[end:]
+    report = report_of(broken)
+    assert report.nodes == 11 and not report.lossless
+
+
 @pytest.mark.parametrize("sidecars", [True, False])
 def test_moves_of_heads_that_are_damaged_are_told_of(sidecars: bool, tmp_path: Path) -> None:
     disk = Disk()

@@ -231,10 +231,9 @@ class Examined:
 
     def older_heads(self) -> Iterator[tuple[int, str]]:
         """Session and name of heads of which the last move is damaged, and one before it is not."""
-        found = {
-            (session, name): last.number < number for number, (session, name, last) in self._gone_moves.items() if name and last
-        }
-        yield from (head for head, older in found.items() if older and head[0] not in self.dropped)
+        for number, (session, name, last) in self._last_gone_moves():
+            if last is not None and name is not None and last.number < number and session not in self.dropped:
+                yield session, name
 
     def lost_heads(self) -> Iterator[tuple[int, str | None]]:
         """Session and name, if that is known, of heads of which no move is sound."""

@@ -178,7 +178,7 @@ def _check(journal: Journal, columns: Columns) -> None:
     """Read all that is to stay, before anything is written. Raises CorruptTree naming what is damaged."""
     stay = kept(journal, columns)
     try:
-        for _ in journal.log.records(columns.entries[stay.nodes]):
+        for _ in journal.log.read_all(columns.entries[stay.nodes]):
             pass
         _last_words(journal, columns.others_alone(), stay, columns.entries[:0])
     except CorruptTree as error:

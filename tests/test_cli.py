@@ -362,7 +362,7 @@ def rewritten(change: Callable[[codec.NodeRecord], codec.NodeRecord]) -> Shape:
     [
         (lambda record: record._replace(data=bytes(8)), 2, "holds the content of"),
         (lambda record: record._replace(state=record.state._replace(num_tokens=7)), 2, "ends at 7, and its child starts at 6"),
-        (lambda record: record._replace(ordinal=9), 0, "node 3 of a session is missing"),
+        (lambda record: record._replace(ordinal=9), 0, "node 3 of session 's' is missing"),
         (lambda record: record._replace(parent=1), 2, "holds the content of"),
         (lambda record: record._replace(parent=0), 2, "holds the content of"),
         (lambda record: record._replace(id=bytes(32)), 1, "holds the content of"),
@@ -642,7 +642,7 @@ def test_no_store_is_told_from_an_empty_one(name: str, tmp_path: Path) -> None:
 def test_an_empty_store_has_no_sessions(tmp_path: Path) -> None:
     SessionStore.open(tmp_path / "store").close()
     assert text_of("ls", tmp_path / "store") == ""
-    assert json_of("ls", tmp_path / "store") == {"path": str(tmp_path / "store"), "damaged": 0, "sessions": []}
+    assert json_of("ls", tmp_path / "store") == {"path": str(tmp_path / "store"), "damaged": 0, "damaged_bytes": 0, "sessions": []}
     assert "no sessions" in run("tree", tmp_path / "store").stderr
 
 

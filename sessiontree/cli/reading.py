@@ -235,7 +235,7 @@ def log(
         upward = islice(shape.upward(ordinal), limit)
         if as_json:
             entries = (node_facts(each, marks, text) for each in upward)
-            stream_json({"session": session.id, "node": shape.id_at(ordinal).hex()}, "nodes", entries)
+            stream_json({"session": session.id, "node": _hex(shape.id_at(ordinal))}, "nodes", entries)
         else:
             for each in upward:
                 write(node_line(each, marks, text))

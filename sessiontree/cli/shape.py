@@ -79,6 +79,8 @@ class Shape:
 
     def node(self, ordinal: int) -> Node:
         """Raises CorruptTree where it, or a node before it, is damaged."""
+        if ordinal >= len(self.parents):
+            raise CorruptTree(f"node {ordinal} of the session is missing")
         for index, _ in reversed(self._layers):
             if ordinal >= index.base_count:
                 node: Node = index.nodes[ordinal - index.base_count]
@@ -92,6 +94,8 @@ class Shape:
 
         Raises CorruptTree where one is damaged, before the first one where the path does not lead to the root.
         """
+        if ordinal >= len(self.parents):
+            self.node(ordinal)  # which says why
         path = [ordinal]
         while path[-1]:
             path.append(self.parents[path[-1]])

@@ -132,11 +132,13 @@ def compact(journal: Journal, features: FeatureFolder | None, progress: Progress
     journal.flush()
     bytes_before = log.stored_bytes()
     known = journal.columns()
-    _check(journal, known)
+    stay = _checked(journal, known)
     entries, base = log.cut()
-    columns = known if len(known.entries) == len(entries) else Columns(entries, log.lease)
+    columns = known
+    if len(known.entries) != len(entries):
+        columns = Columns(entries, log.lease)
+        stay = kept(journal, columns)
     del known
-    stay = kept(journal, columns)
     places = columns.places_of_nodes()
     before = len(places)
     candidates = None if features is None else features.names()
@@ -174,17 +176,20 @@ def compact(journal: Journal, features: FeatureFolder | None, progress: Progress
     return GcReport(before, len(stay.nodes), bytes_before, log.stored_bytes(), removed, swept)
 
 
-def _check(journal: Journal, columns: Columns) -> None:
-    """Read all that is to stay, before anything is written. Raises CorruptTree naming what is damaged."""
+def _checked(journal: Journal, columns: Columns) -> Kept:
+    """What is to stay, all of it read before anything is written. Raises CorruptTree naming what is damaged."""
     stay = kept(journal, columns)
+    last = [entry for entry, _ in _last_entries(columns.others_alone(), stay, Columns(columns.entries[:0])).values()]
+    others = np.array(last, columns.entries.dtype)
     try:
-        for _ in journal.log.read_all(columns.entries[stay.nodes]):
-            pass
-        _last_words(journal, columns.others_alone(), stay, columns.entries[:0])
+        for entries in (columns.entries[stay.nodes], np.sort(others, order=("segment", "offset"))):
+            for _ in journal.log.read_all(entries):
+                pass
     except CorruptTree as error:
         if (named := journal.named(error, columns)) is None:
             raise
         raise named from error
+    return stay
 
 
 def _keys(columns: Columns, places: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -220,10 +225,9 @@ def _in_batches(
         yield done + len(batch), batch
 
 
-def _last_words(journal: Journal, old: Columns, stay: Kept, entries: NDArray[Any]) -> Records:
-    """What is to be stored once more beside nodes: of what is ``old``, that which is the last word after all ``entries`` since."""
-    since = Columns(entries)
-    last: dict[Any, tuple[Any, bool]] = {}  # entries, and whether they are old
+def _last_entries(old: Columns, stay: Kept, since: Columns) -> dict[Any, tuple[Any, bool]]:
+    """The last word on each session, head, pin and alias that is to stay: its entry, and whether it is an old one."""
+    last: dict[Any, tuple[Any, bool]] = {}
     dropped = {number for number, left in stay.drops.items() if 0 in left}
     for columns in (old, since):
         for place in columns.others().tolist():
@@ -233,6 +237,12 @@ def _last_words(journal: Journal, old: Columns, stay: Kept, entries: NDArray[Any
                 last.setdefault((kind, number), (entry, columns is old))
             elif kind == codec.ALIAS or (kind in (codec.HEAD, codec.PIN) and number in stay.sessions and number not in dropped):
                 last[kind, number, entry["id"].tobytes()] = entry, columns is old
+    return last
+
+
+def _last_words(journal: Journal, old: Columns, stay: Kept, entries: NDArray[Any]) -> Records:
+    """What is to be stored once more beside nodes: of what is ``old``, that which is the last word after all ``entries`` since."""
+    last = _last_entries(old, stay, Columns(entries))
     heads = [entry for entry, _ in last.values() if entry["kind"] == codec.HEAD]
     ended = {int(entry["session"]) for entry in heads if entry["ordinal"] == codec.NONE}
     moves: dict[int, int] = defaultdict(int)  # of these sessions' heads: what was moved last stays, or its version came again

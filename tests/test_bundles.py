@@ -367,7 +367,7 @@ def test_reports_are_plain_and_progress_is_told(tmp_path: Path) -> None:
     assert told == sorted(told) and told[-1] == (2500, 2500) and len(told) > 2
     assert json.loads(json.dumps(report.to_dict())) == {
         **dict.fromkeys(("media", "aliases", "skipped", "pins"), 0),
-        **{"path": str(tmp_path / "bundle"), "sessions": ["s"], "nodes": 2500, "heads": 1, "bytes": report.bytes},
+        **{"path": str(tmp_path / "bundle"), "sessions": ["s"], "nodes": 2500, "heads": 1, "bytes": report.bytes, "left_out": []},
     }
     told.clear()
     target = SessionStore.in_memory()

@@ -2055,7 +2055,7 @@ class Busy:
 
     def work(self, thread: int) -> None:
         if thread == 0:
-            while time.monotonic() < self.end:
+            while time.monotonic() < self.end or len(self.reports) < 3:  # however slow the machine
                 self.reports.append(self.store.gc())
             return
         acts = (self.append, self.head, self.fork, self.drop, self.reopen, self.picture, self.append)

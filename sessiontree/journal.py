@@ -665,7 +665,7 @@ class Journal:
         while at is not None:
             mine = columns.places(codec.SESSION, at)
             if not len(mine):
-                what = f"session {chain[-1].session_id!r} goes on from session {at}, of which" if chain else f"of session {at}"
+                what = f"session {chain[-1].session_id!r} goes on from session {at} of which" if chain else f"of session {at}"
                 raise CorruptTree(f"{what} no sound record is left", session=at)
             record = self._session(columns, mine[0])
             chain.append(record)

@@ -24,11 +24,11 @@ from engine_bridge.layout import (
     TEXT,
     WORD,
 )
-from sessiontree import Draft, LimitExceeded, MediaItem, Node, Unsupported
+from sessiontree import Draft, LimitExceeded, MediaItem, Node, PositionError, Unsupported
 from sessiontree.draft import position_pieces as draft_pieces
 from sessiontree.node import clipped_spans
 from sessiontree.node import position_pieces as node_pieces
-from sessiontree.positions import Mode, PositionScheme
+from sessiontree.positions import MODES, Mode, PositionScheme
 from sessiontree.positions.runs import (
     AbsoluteRun,
     FloatTextRun,
@@ -87,10 +87,10 @@ def _bounds(nodes: Sequence[Any], given: Any, what: str) -> list[int]:
     if given is None:
         return [0] * len(nodes) if what == "start" else [path_of(node).stop for node in nodes]
     if isinstance(given, np.ndarray) and given.ndim:
-        if given.dtype.kind not in "iu" or given.ndim != 1:
+        if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
             raise TypeError(f"{what} is an index or a sequence of them, not an array of {given.shape} {given.dtype}")
         bounds: list[int] = given.tolist()
-    elif isinstance(given, (list, tuple)):
+    elif isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
         # A float or a position among them is found by as_index; this only sees whether one has to look.
         bounds = list(given) if set(map(type, given)) <= {int} else [as_index(bound, what) for bound in given]
     else:
@@ -126,6 +126,8 @@ def gather(
     bases: list[int] = []
     special: list[int] = []
     place, room = 0, max_tokens * 4
+    if mode.__class__ is not str or mode not in MODES:
+        _refuse_mode(mode)
     if mode == "as_decoded" and {*map(type, nodes)} <= {Node}:
         for node, first, last in zip(nodes, starts, stops, strict=True):
             count, _, top, _, carried = node.state
@@ -134,10 +136,11 @@ def gather(
             extent = node._extent
             at = extent.origin
             end = place + (last - first) * 4
-            # A node whose runs are one int is text through and through, on every axis of its scheme.
-            if begin <= first <= last <= count and first >= at and runs.__class__ is int and not carried and end <= room:
+            plain = runs.__class__ is int and not carried and not node.media
+            # A node whose runs are one int stands as text does, on every axis of its scheme; audio can stand so too.
+            if plain and begin <= first <= last <= count and first >= at and end <= room:
                 delta = top + 1 - count
-                if not delta or node._lineage.scheme.usual_delta:
+                if not delta or (delta <= _MOST and node._lineage.scheme.usual_delta):
                     if last - first < _LARGE:
                         pen[place:end] = extent.buffer[(first - at) * 4 : (last - at) * 4]
                     else:
@@ -203,6 +206,14 @@ def _check_window(
             window(start, stop, path_of(each).stop)  # one that is no window at all is the better thing to name
         tokens = sum(stops) - sum(starts)
         raise LimitExceeded(f"a batch with {tokens} tokens; max_tokens is {max_tokens}", value=tokens, limit=max_tokens)
+
+
+def _refuse_mode(mode: Any) -> None:
+    """Raises TypeError, PositionError; a subclass of str may be right all the same."""
+    if not isinstance(mode, str):
+        raise TypeError(f"a mode is text, not {type(mode).__name__}")
+    if mode not in MODES:
+        raise PositionError(f"no positions {mode!r}; a mode is one of {', '.join(MODES)}", mode=mode)
 
 
 def check_limit(scheme: PositionScheme) -> None:
@@ -284,7 +295,9 @@ class _Rows:
     def _table(self, dst: int, table: NDArray[Any]) -> None:
         axes, count = table.shape
         floats = table.dtype.kind == "f"
-        stride = count if axes == self._num_axes else 0  # one row serves all axes
+        stride = count
+        if axes != self._num_axes:  # one row serves all axes: that of a text scheme, or any of text
+            stride, table = 0, table[:1]
         self._put(dst, FLOAT_TABLE if floats else TABLE, 0, self._keep(table, floats), stride, 1, 1, -dst)
 
 

@@ -28,12 +28,14 @@ from engine_bridge.expand import expand_decode, expand_extend
 from engine_bridge.layout import FIELDS, HEADER, WORD, WORD_BYTES, ExtendArea, ExtendLayout, bytes_of
 from engine_bridge.rows import BatchSpan, Gathered, check_limit, gather, windows
 from sessiontree import Draft, LimitExceeded, MediaItem, Node, OutOfRange, Unsupported
+from sessiontree.frozen import to_numpy
 from sessiontree.positions import Mode
 from sessiontree.positions.runs import counted
-from sessiontree.tokens import as_index, token_bytes
+from sessiontree.tokens import as_index, shown, token_bytes
 
 _DTYPES: Final = (torch.int32, torch.int64, torch.float32)
 _pack_header = struct.Struct("<5i").pack_into
+_MOST_WORDS: Final = 2**31 - 1
 _SMALLEST: Final = 1024  # words of a payload, below which copies are not told apart
 
 
@@ -283,7 +285,7 @@ class InputStager:
     request may have in one decode step. ``sampled_tokens``: (max_requests, max_decode_width) int64 on the device, where a sampler
     may leave its tokens for :meth:`advance`.
 
-    Raises TypeError, and OutOfRange for a capacity below 1.
+    Raises TypeError, OutOfRange for a capacity below 1, LimitExceeded for capacities whose product needs more than 32 bits.
     """
 
     def __init__(
@@ -312,8 +314,11 @@ class InputStager:
         cuda = self.device.type == "cuda"
         depth = _capacity(depth, "depth")
         self._layout = layout = ExtendLayout(self.max_tokens, self.max_requests, self.max_runs, self.num_position_axes)
-        if layout.words > 2**31 - 1:
-            raise LimitExceeded(f"a staging area of {layout.words} words", value=layout.words, limit=2**31 - 1)
+        self._ring_size = 1 << (2 * self.max_decode_width - 1).bit_length()
+        decoding = self.max_requests * max(self._ring_size, self.num_position_axes * self.max_decode_width)
+        for words, what in ((layout.words, "a staging area"), (decoding, "a table of what decodes")):
+            if words > _MOST_WORDS:  # the kernels count them in 32 bits
+                raise LimitExceeded(f"{what} of {shown(words)} words", value=words, limit=_MOST_WORDS)
         self._extend_ring = ring = _Ring(layout.words, depth, self.device, cuda)
         self._areas = [ExtendArea(layout, words) for words in ring.areas]
         self._extends = 0
@@ -347,7 +352,6 @@ class InputStager:
             self._zeros(requests, dtype=torch.int32),
             self._decode_ring.device[HEADER:],
         )
-        self._ring_size = 2 ** math.ceil(math.log2(2 * self.max_decode_width))
         self._state = self._zeros(3, requests, dtype=torch.int32)  # lengths, deltas, whether those are bits of floats
         self._history = self._zeros(requests, self._ring_size, dtype=torch.int32)
         self._live = np.zeros(requests, np.bool)
@@ -394,8 +398,8 @@ class InputStager:
         ``req_slots``, by default 0, 1, ...
 
         Raises OutOfRange for a window outside its path, LimitExceeded for a batch beyond a capacity, Unsupported for a scheme of
-        other axes, PositionError for the mode or a position beyond 32 bits, TypeError. A call that raises leaves the last batch as
-        it was.
+        other axes or whose positions need more than 32 bits, PositionError for the mode, TypeError. A call that raises leaves the
+        last batch as it was; one that is interrupted while it writes leaves none, and the next is whole.
         """
         starts, stops = windows(nodes, start, stop)
         count = len(starts)
@@ -411,10 +415,12 @@ class InputStager:
         rows = count if found.rows is None else len(found.rows)
         if rows > self.max_runs:
             raise LimitExceeded(f"a batch with {rows} runs; max_runs is {self.max_runs}", value=rows, limit=self.max_runs)
-        tokens, words = self._write(area, found, starts, stops, named)
-        self._extends += 1
-        self._extended = tokens, count
+        tokens, dirty = found.ends[-1] // 4 if count else 0, self._extended
+        self._extends += 1  # from here on the last batch is no more
+        self._extended = max(tokens, dirty[0]), max(count, dirty[1])  # until it is known what the outputs hold
+        words = self._write(area, found, starts, stops, named, tokens)
         self._launch_extend(at, words)
+        self._extended = tokens, count
         return ExtendBatch(self, count, tokens, (starts, stops), tuple(found.spans), mode)
 
     def _named_slots(self, slots: Any, count: int) -> NDArray[np.int32]:
@@ -424,12 +430,20 @@ class InputStager:
         return named
 
     def _write(
-        self, area: ExtendArea, found: Gathered, starts: list[int], stops: list[int], slots: NDArray[np.int32] | None
-    ) -> tuple[int, int]:
-        """Write a batch to an area that has its tokens; returns how many those are, and how many words are to be copied."""
+        self,
+        area: ExtendArea,
+        found: Gathered,
+        starts: list[int],
+        stops: list[int],
+        slots: NDArray[np.int32] | None,
+        tokens: int,
+    ) -> int:
+        """Write a batch to an area that has its ``tokens``; returns how many words are to be copied."""
         layout, count = self._layout, len(starts)
         pack, pen = _packer(count), area.words_pen
-        tokens = found.ends[-1] // 4 if count else 0
+        used_requests, used_kinds = area.num_requests, area.num_kinds
+        if count > used_requests:
+            area.num_requests = count
         cu = area.cu_seqlens_q
         pack(pen, (layout.cu_seqlens_q + 1) * WORD_BYTES, *found.ends)
         ends = cu[1 : count + 1]
@@ -443,10 +457,10 @@ class InputStager:
             area.deltas[:count] = np.fromiter(found.deltas, np.float32, count).view(WORD)
         else:
             area.deltas[:count] = np.fromiter(found.deltas, WORD, count)
-        if area.num_requests > count:
+        if used_requests > count:
             for column in (area.seq_lens, area.prefix_lens, area.req_slots, area.logits_indices):
                 column[count:] = 0
-        area.num_requests = count
+            area.num_requests = count
         used = tokens
         if found.rows is None:
             rows = count
@@ -454,25 +468,25 @@ class InputStager:
             shifts = area.fields[0, :count]
             pack(pen, layout.fields * WORD_BYTES, *found.bases)
             shifts -= cu[:count]
-            if area.num_kinds:
-                area.kind[: area.num_kinds] = 0
+            if used_kinds:
+                area.kind[:used_kinds] = 0
                 area.num_kinds = 0
         else:
             rows = len(found.rows)
             table = np.array(found.rows, np.int64).reshape(rows, FIELDS + 2).T
             area.dst[:rows] = table[0]
             area.dst[rows] = tokens
-            area.kind[: area.num_kinds] = 0
+            area.num_kinds = max(rows, used_kinds)
+            area.kind[:used_kinds] = 0
             area.kind[:rows] = table[1]
             area.fields[:, :rows] = table[2:]
             area.num_kinds = rows
             for numbers in found.payload:
                 area.payload[used : used + len(numbers)] = numbers
                 used += len(numbers)
-        dirty_tokens, dirty_requests = self._extended
-        _pack_header(area.words_pen, 0, tokens, count, rows, max(tokens, dirty_tokens), max(count, dirty_requests))
+        _pack_header(area.words_pen, 0, tokens, count, rows, *self._extended)
         room = max(_SMALLEST, 1 << (used - 1).bit_length()) if used else _SMALLEST
-        return tokens, min(layout.payload + room, layout.words)
+        return min(layout.payload + room, layout.words)
 
     def _launch_extend(self, at: int, words: int) -> None:
         if self._kernels is None:
@@ -527,8 +541,8 @@ class InputStager:
         where = torch.from_numpy(named.astype(np.int64)).to(self.device)
         self._state[:, where] = torch.from_numpy(state).to(self.device)
         self._history[where] = torch.from_numpy(history).to(self.device)
-        self._live[named] = True
         self._lengths[named] = self._longest[named] = self._shortest[named] = state[0]
+        self._live[named] = True
 
     def _admitted(self, node: Node | Draft) -> tuple[tuple[int, int, int], NDArray[np.int32]]:
         if not isinstance(node, (Node, Draft)):
@@ -559,7 +573,7 @@ class InputStager:
         named = slots if type(slots) is np.ndarray and slots.dtype is WORD and slots.ndim == 1 else self._slots(slots)
         count = len(named)
         if count > self.max_requests or width.__class__ is not int or not 1 <= width <= self.max_decode_width:
-            self._refuse_decode(count, width)
+            width = self._checked_width(count, width)
         same = named.tobytes(), width
         if same == self._staged:  # the device has these
             self._decodes += 1
@@ -575,15 +589,17 @@ class InputStager:
             self._check_width(named, width)
         at = self._decode_ring.next()
         pen, place = self._slot_areas[at]
-        place[:count] = named
         dirty_tokens, dirty = self._decoded
         tokens = count * width
         most = tokens if tokens > dirty_tokens else dirty_tokens
-        _pack_header(pen, 0, tokens, count, 0, most, count if count > dirty else dirty)
-        self._staged, self._distinct = same, False
+        self._decodes += 1  # from here on the last step is no more
+        self._staged, self._distinct = None, False
+        self._decoded = reset = most, count if count > dirty else dirty
+        place[:count] = named
+        _pack_header(pen, 0, tokens, count, 0, *reset)
+        self._launch_decode(at, True, count, width, reset)
         self._decoded = tokens, count
-        self._decodes += 1
-        self._launch_decode(at, True, count, width, (dirty_tokens, dirty))
+        self._staged = same
         return DecodeBatch(self, count, width)
 
     def _launch_decode(self, at: int, staged: bool, count: int, width: int, dirty: tuple[int, int]) -> None:
@@ -636,7 +652,8 @@ class InputStager:
         (``sampled_tokens[:B, :k]`` spares a copy), or numbers of the host's, 0..2**31 - 1. ``counts``: (B,) ints in 0..k, how many
         of its row each takes (those that a speculative step accepted); None: all.
 
-        Raises OutOfRange, LimitExceeded for k beyond max_decode_width, TypeError; nothing is taken then.
+        Raises OutOfRange, LimitExceeded for k beyond max_decode_width, TypeError; nothing is taken then. A call that is
+        interrupted while it writes can leave its slots free, to be admitted again.
         """
         named = self._distinct_slots(slots)
         if isinstance(token_ids, torch.Tensor) and self.device.type != "cpu" and token_ids.device.type == self.device.type:
@@ -644,9 +661,7 @@ class InputStager:
                 raise TypeError(f"token ids are int32 or int64, not {token_ids.dtype}")
             tokens: Any = token_ids
         else:
-            host = np.asarray(token_ids)
-            numbers: Any = np.frombuffer(token_bytes(host.reshape(-1)), WORD)
-            tokens = numbers.reshape(host.shape)
+            tokens = _token_rows(token_ids, len(named))
         if tokens.ndim not in (1, 2) or len(tokens) != len(named):
             raise TypeError(f"{len(named)} slots and token ids of shape {tuple(tokens.shape)}")
         width = 1 if tokens.ndim == 1 else tokens.shape[1]
@@ -663,7 +678,8 @@ class InputStager:
         """Take the last ``counts`` tokens, (B,) ints, of the paths of ``slots`` back, each slot named once.
 
         Raises OutOfRange below the length that a slot was admitted with, LimitExceeded where the token that the next step needs is
-        no longer held (a path keeps its last ``2 * max_decode_width`` tokens or more), TypeError; nothing is taken back then.
+        no longer held (a path keeps its last ``2 * max_decode_width`` tokens or more), TypeError; nothing is taken back then. An
+        interrupt does as in :meth:`advance`.
         """
         named = self._distinct_slots(slots)
         back = self._counts(counts, named, None)
@@ -700,8 +716,10 @@ class InputStager:
         """Write ``rows``, (B, width), behind the paths, or of each as many as ``counts`` says."""
         if not len(named):
             return
+        staged, self._staged = self._staged, None
+        self._live[named] = False  # until host and device agree again
         if self._kernels is not None:
-            self._launch_update(named, counts, rows, width)
+            self._launch_update(named, counts, rows, width, staged)
         else:
             history, lengths = self._history.numpy(), self._state.numpy()[0]
             taken = np.full(len(named), width) if counts is None else counts
@@ -712,15 +730,24 @@ class InputStager:
         after = self._lengths[named] + (width if counts is None else counts)
         self._lengths[named] = after
         self._longest[named] = np.maximum(self._longest[named], after)
-        if counts is not None and self._staged is not None and self._staged[1] > 1:
-            self._staged = None  # whether a wide step's tokens are still there is to be asked again
+        self._live[named] = True
+        if counts is None or staged is None or staged[1] == 1:  # otherwise it is to be asked again what a wide step finds
+            self._staged = staged
 
-    def _launch_update(self, named: NDArray[np.int32], counts: NDArray[np.int64] | None, rows: Any, width: int) -> None:
+    def _launch_update(
+        self,
+        named: NDArray[np.int32],
+        counts: NDArray[np.int64] | None,
+        rows: Any,
+        width: int,
+        staged: tuple[bytes, int] | None,
+    ) -> None:
         number, sampled = len(named), self.sampled_tokens
         on_device = isinstance(rows, torch.Tensor)
-        if on_device and rows.data_ptr() != sampled.data_ptr():
-            sampled[:number, :width].copy_(rows, non_blocking=True)
-        if on_device and counts is None and self._staged is not None and named.tobytes() == self._staged[0]:
+        if on_device and not _is_part(rows, sampled):
+            own = rows.untyped_storage().data_ptr() == sampled.untyped_storage().data_ptr()
+            sampled[:number, :width].copy_(rows.clone() if own else rows, non_blocking=True)
+        if on_device and counts is None and staged is not None and named.tobytes() == staged[0]:
             ring = self._decode_ring  # whose slots are these already
             ring.launch(ring.at, 0, partial(self._advance, ring, sampled, width, False), self.cuda_graph, -width)
             return
@@ -759,8 +786,8 @@ class InputStager:
         """Free ``slots``. Raises OutOfRange for one that was not admitted."""
         named = self._slots(slots, unique=True)
         self._check_live(named)
-        self._live[named] = False
         self._staged = None
+        self._live[named] = False
 
     def _slots(self, slots: Any, unique: bool = False) -> NDArray[np.int32]:
         """``slots`` as an array. Raises TypeError, OutOfRange for one outside 0..max_requests - 1 and, if asked, named twice."""
@@ -797,15 +824,17 @@ class InputStager:
     def _refuse_slots(self, named: NDArray[np.int32]) -> None:
         self._check_live(self._slots(named))
 
-    def _refuse_decode(self, count: int, width: Any) -> None:
-        width = as_index(width, "width")
+    def _checked_width(self, count: int, given: Any) -> int:
+        """The width of a step of ``count`` slots. Raises TypeError, LimitExceeded, OutOfRange."""
+        width = as_index(given, "width")
         if count > self.max_requests:
             raise LimitExceeded(f"{count} slots; max_requests is {self.max_requests}", value=count, limit=self.max_requests)
         if width < 1:
-            raise OutOfRange(f"width {width} is below 1", value=width, limit=1)
-        raise LimitExceeded(
-            f"{width} tokens a slot at once; max_decode_width is {self.max_decode_width}", value=width, limit=self.max_decode_width
-        )
+            raise OutOfRange(f"width {shown(width)} is below 1", value=width, limit=1)
+        if width > self.max_decode_width:
+            most = self.max_decode_width
+            raise LimitExceeded(f"{shown(width)} tokens a slot at once; max_decode_width is {most}", value=width, limit=most)
+        return width
 
     def _check_width(self, named: NDArray[np.int32], width: int) -> None:
         held = self._ring_size - (self._longest[named] - self._lengths[named])
@@ -814,6 +843,27 @@ class InputStager:
             slot = int(named[short[0]])
             limit = int(min(held[short[0]], self._lengths[slot]))
             raise OutOfRange(f"slot {slot} has its last {limit} tokens, not {width}", value=width, limit=limit)
+
+
+def _token_rows(token_ids: Any, count: int) -> NDArray[np.int32]:
+    """Token ids of the host's, one for each of ``count`` slots or a row of them, as an array. Raises TypeError, OutOfRange."""
+    given = to_numpy(token_ids)
+    if isinstance(given, range) and len(given) != count:
+        raise TypeError(f"{count} slots and {len(given)} token ids")  # without making them: they may be many
+    try:
+        host: NDArray[Any] = np.asarray(given)
+    except ValueError as error:
+        raise TypeError(f"token ids are rows of one length: {error}") from None
+    flat = host.reshape(-1)
+    numbers: NDArray[np.int32] = np.frombuffer(token_bytes(flat.tolist() if host.dtype.hasobject else flat), WORD)
+    return numbers.reshape(host.shape)
+
+
+def _is_part(rows: torch.Tensor, sampled: torch.Tensor) -> bool:
+    """Whether ``rows``, (B, width), are the first so many rows and columns of ``sampled``, where they are."""
+    begin = rows.data_ptr() == sampled.data_ptr() and rows.dtype == sampled.dtype
+    apart = zip(rows.shape, rows.stride(), sampled.stride(), strict=True)
+    return begin and all(size == 1 or stride == other for size, stride, other in apart)
 
 
 @cache
@@ -825,5 +875,5 @@ def _packer(count: int) -> Callable[..., None]:
 def _capacity(value: Any, what: str) -> int:
     number = as_index(value, what)
     if number < 1:
-        raise OutOfRange(f"{what} is {number}, below 1", value=number, limit=1)
+        raise OutOfRange(f"{what} is {shown(number)}, below 1", value=number, limit=1)
     return number

@@ -9,7 +9,9 @@ import random
 import subprocess
 import sys
 import weakref
+from array import array
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -382,6 +384,79 @@ def test_what_is_no_batch_is_refused() -> None:
         refused(error, stager, act)
 
 
+@pytest.mark.parametrize("rule", ["hf5", "sglang", "vllm"])
+def test_audio_that_stands_as_text_does_is_media_all_the_same(rule: str) -> None:
+    """It takes a position a token under every rule; its spans and the item are in the batch, whole or in parts."""
+    found = [
+        node
+        for seed in range(12)
+        for node in forest("qwen3_omni", rule, random.Random(seed), 4)
+        if isinstance(node, Node) and node.media and isinstance(node.runs, int)
+    ]
+    assert "audio" in {item.modality for node in found for item in node.media}
+    stager = InputStager(4_000, 1, 400)
+    for node in found:
+        for start, stop in ((node.start, node.stop), (0, node.stop), (node.stop - 1, node.stop)):
+            batch = stager.extend([node], start, stop)
+            check(batch, [node], [start], [stop], stager)
+            inputs = request_inputs(node, start)
+            assert [span.item for span in batch.media_spans] == [item for item, *_ in inputs.media_spans]
+            assert batch.needed_items == inputs.needed_items
+        assert stager.extend([node], node.start).needed_items
+
+
+@pytest.mark.parametrize("rule", ["hf5", "sglang"])
+def test_text_of_a_float_scheme_goes_along_on_other_axes(rule: str) -> None:
+    """In as little room as the tokens need: its one row serves all axes."""
+    positions_of = scheme(f"qwen3_omni@{rule}", **known_cases("qwen3_omni", rule)[0][0].params)
+    session = SessionStore.in_memory().create("s", scheme=positions_of)
+    node = session.append(session.root, range(20))
+    draft = session.draft(session.append(node, [4]))
+    draft.extend([5, 6])
+    for axes in (1, 2, 3, 4, 5):
+        for dtype in (torch.float32, torch.int64, torch.int32):
+            stager = InputStager(43, 2, 4, axes, dtype=dtype)
+            for mode in ("as_decoded", "as_replayed"):
+                batch = stager.extend([node, draft], mode=mode)  # type: ignore[arg-type]
+                assert batch.positions.tolist() == [[*range(20), *range(23)]] * axes
+                check_tails(batch, stager)
+
+
+def test_a_delta_beyond_32_bits_is_refused() -> None:
+    """Also where the window itself stands low: a table of before stood far out."""
+    session = SessionStore.in_memory().create("f", scheme=vl("hf5", max_position_limit=2**40))
+    table = session.append(session.root, [1], positions=ExternalPositions([[2**33]] * 3, next_position=5))
+    low = session.append(table, [2, 3])
+    assert low.mrope_position_delta > 2**32 and low.positions(1).max() < 10
+    stager = InputStager(64, 4, 16)
+    for some in ([low], [low, sample()[1]]):
+        refused(Unsupported, stager, lambda some=some: stager.extend(some, 1, 3))  # type: ignore[misc]
+
+
+def test_an_unknown_mode_is_refused_of_no_requests_too() -> None:
+    stager = InputStager(64, 4, 16)
+    for error, mode in ((PositionError, "as_dreamt"), (TypeError, None), (TypeError, np.array(["as_decoded", "as_replayed"]))):
+        refused(error, stager, lambda mode=mode: stager.extend([], mode=mode))  # type: ignore[misc]
+    assert stager.extend([], mode=np.str_("as_replayed")).num_tokens == 0  # type: ignore[arg-type]
+
+
+def test_numbers_of_thousands_of_digits_are_refused_like_others() -> None:
+    far = 10**5_000
+    stager = InputStager(64, 4, 16)
+    for error, act in (
+        (OutOfRange, lambda: InputStager(-far, 4)),
+        (LimitExceeded, lambda: InputStager(far, 4)),
+        (LimitExceeded, lambda: InputStager(64, 4, num_position_axes=far)),
+        (LimitExceeded, lambda: InputStager(64, 4, max_decode_width=far)),
+        (LimitExceeded, lambda: InputStager(64, 4, max_decode_width=2**30)),
+        (LimitExceeded, lambda: stager.decode([], far)),
+        (OutOfRange, lambda: stager.decode([], -far)),
+        (OutOfRange, lambda: stager.extend([sample()[1]], 0, far)),
+        (OutOfRange, lambda: stager.extend([sample()[1]], slots=[far])),
+    ):
+        refused(error, stager, act)
+
+
 def test_windows_come_in_many_shapes() -> None:
     _, node, draft = sample()
     stager = InputStager(64, 4, 16)
@@ -391,9 +466,13 @@ def test_windows_come_in_many_shapes() -> None:
         (np.array([3, 3]), np.array([9, 9], np.uint8)),
         ((3, 3), np.int32(9)),
         (np.int64(3), [np.int64(9), 9]),
+        (range(3, 5), range(9, 11)),
+        (array("i", [3, 3]), array("Q", [9, 9])),
     )
     for start, stop in shapes:
-        check(stager.extend([node, draft], start, stop), [node, draft], [3, 3], [9, 9], stager)
+        starts, stops = ([3, 4], [9, 10]) if isinstance(start, range) else ([3, 3], [9, 9])
+        check(stager.extend([node, draft], start, stop), [node, draft], starts, stops, stager)
+    assert stager.extend([], np.array([]), []).num_tokens == 0
 
 
 def test_c56_every_field_of_a_batch_is_there_in_both_phases() -> None:
@@ -567,6 +646,14 @@ def test_what_cannot_decode_is_refused() -> None:
         (LimitExceeded, lambda: stager.advance([0], [[1, 2, 3]])),
         (TypeError, lambda: stager.advance([0], [1, 2])),
         (TypeError, lambda: stager.advance([0], [[[1]]])),
+        (TypeError, lambda: stager.advance([0, 1], [[1, 2], [3]])),
+        (TypeError, lambda: stager.advance([0], range(2**60))),
+        (TypeError, lambda: stager.advance([0], torch.ones(1, requires_grad=True))),
+        (TypeError, lambda: stager.advance([0], [None])),
+        (OutOfRange, lambda: stager.advance([0], [2**70])),
+        (OutOfRange, lambda: stager.advance([0], [[2**70]])),
+        (LimitExceeded, lambda: stager.decode([0], np.int64(3))),  # type: ignore[arg-type]
+        (TypeError, lambda: stager.decode([0], True)),
         (OutOfRange, lambda: stager.rollback([0], [2])),
         (OutOfRange, lambda: stager.rollback([2], [0])),
         (OutOfRange, lambda: stager.retire([2])),
@@ -581,6 +668,138 @@ def test_what_cannot_decode_is_refused() -> None:
             assert torch.equal(tensor, before[name]), (error, name)
         assert torch.equal(state, stager._state) and torch.equal(history, stager._history), error
         assert (lengths == stager._lengths).all()
+
+
+def test_a_width_may_be_any_integer() -> None:
+    _, node, draft = sample()
+    stager = InputStager(64, 4, 16, max_decode_width=2)
+    stager.admit([node, draft], [0, 1])
+    for width in (np.int64(2), np.uint8(1), 2):
+        check_step(stager.decode([1], width), [draft], [1], int(width))  # type: ignore[arg-type]
+
+
+def interrupted(number: int, act: Any) -> bool:
+    """Run ``act``, and interrupt it at its ``number``-th line of the bridge's. Whether it came so far."""
+    left = number
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if "engine_bridge" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("long_first", [False, True])
+def test_an_interrupted_extend_leaves_the_last_batch_or_none_and_the_next_is_whole(long_first: bool) -> None:
+    """At any line: a batch of many runs between batches of text, shorter and longer ones."""
+    session, node, draft = sample()
+    text = session.append(session.root, range(30))
+    first: list[Holder] = [text, text, text] if long_first else [text]
+    middle, last = ([draft], [text]) if long_first else ([node, draft, text], [text, text])
+    stager = InputStager(96, 4, 32)
+    number = 0
+    while True:
+        number += 1
+        old = stager.extend(first)
+        done = not interrupted(number, lambda: stager.extend(middle))
+        try:
+            whole = old.input_ids.tolist(), old.positions.tolist(), old.cu_seqlens_q.tolist(), old.seq_lens.tolist()
+        except Unsupported:
+            pass
+        else:
+            ids = list(range(30)) * len(first)
+            assert whole == (ids, [ids] * 3, [30 * at for at in range(len(first) + 1)], [30] * len(first)), number
+        check(stager.extend(last), last, [0] * len(last), [30] * len(last), stager)
+        if done:
+            break
+    assert number > 50
+
+
+def test_an_interrupted_step_leaves_the_last_one_or_none_and_the_next_is_whole() -> None:
+    _, node, draft = sample()
+    stager = InputStager(64, 3, max_decode_width=2)
+    stager.admit([node, draft, draft], [0, 1, 2])
+    number = 0
+    while True:
+        number += 1
+        old = stager.decode([1, 2], 2)
+        done = not interrupted(number, lambda: stager.decode([1, 1, 2], 2))
+        try:
+            slots, ids = old.req_slots.tolist(), old.input_ids.tolist()
+        except Unsupported:
+            pass
+        else:
+            assert (slots, ids) == ([1, 2], [30, 31] * 2), number
+        check_step(
+            stager.decode([1, 1, 2] if number % 2 else [1], 2),
+            [draft] * (3 if number % 2 else 1),
+            [1, 1, 2] if number % 2 else [1],
+            2,
+        )
+        used = 6 if number % 2 else 2
+        assert not stager.buffers["decode.input_ids"][used:].any() and not stager.buffers["decode.positions"][:, used:].any()
+        if done:
+            break
+    assert number > 20
+
+
+@pytest.mark.parametrize("what", ["admit", "advance", "rollback", "retire"])
+def test_an_interrupt_leaves_a_slot_as_it_was_or_as_it_was_to_be_or_free(what: str) -> None:
+    """Never with a length of one and tokens of another; a free one is admitted again."""
+    _, node, _ = sample()
+    session = SessionStore.in_memory().create("s", scheme=node.scheme)
+    parent = session.append(session.root, [1, 2, 3])
+    number = done = 0
+    while not done:
+        number += 1
+        stager = InputStager(64, 2, max_decode_width=2)
+        before, after = session.draft(parent), session.draft(parent)
+        stager.admit([node if what == "admit" else parent] * 2, [0, 1])
+        if what != "admit":
+            before.extend([5, 6])
+            stager.advance([0, 1], [[5, 6]] * 2)
+        stager.decode([0, 1])
+        if what == "advance":
+            after.extend([5, 6, 7, 8])
+            done = not interrupted(number, partial(stager.advance, [0, 1], [[7, 8]] * 2))
+        elif what == "rollback":
+            after.extend([5])
+            done = not interrupted(number, partial(stager.rollback, [0, 1], [1, 1]))
+        elif what == "retire":
+            done = not interrupted(number, partial(stager.retire, [0, 1]))
+        else:
+            after = before
+            stager.retire([0, 1])
+            done = not interrupted(number, partial(stager.admit, [parent] * 2, [0, 1]))
+        for slots in ([0, 1], [1, 0]):
+            try:
+                step = stager.decode(slots)
+            except OutOfRange:
+                assert not done or what == "retire"
+                free = [slot for slot in slots if not stager._live[slot]]
+                stager.admit([before] * len(free), free)
+                step = stager.decode(slots)
+            lengths = step.seq_lens.tolist()
+            assert stager._lengths[slots].tolist() == lengths, number
+            for row, length in enumerate(lengths):
+                found = {before.stop: before, after.stop: after}[length]
+                assert step.input_ids[row] == found.input_ids()[-1], (number, slots)
+                assert not done or what == "retire" or found is after
+    assert number > 10
 
 
 def part() -> MediaItem:

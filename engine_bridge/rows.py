@@ -85,12 +85,15 @@ def windows(nodes: Sequence[Any], start: Any, stop: Any) -> tuple[list[int], lis
 
 def _bounds(nodes: Sequence[Any], given: Any, what: str) -> list[int]:
     if given is None:
-        return [0] * len(nodes) if what == "start" else [path_of(node).stop for node in nodes]
+        if what == "start":
+            return [0] * len(nodes)
+        usual = {*map(type, nodes)} <= {Node, Draft}  # a call for each node costs more than this one does
+        return [node.stop for node in nodes] if usual else [path_of(node).stop for node in nodes]
     if isinstance(given, np.ndarray) and given.ndim:
         if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
             raise TypeError(f"{what} is an index or a sequence of them, not an array of {given.shape} {given.dtype}")
         bounds: list[int] = given.tolist()
-    elif isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
+    elif isinstance(given, (list, tuple)) or (isinstance(given, Sequence) and not isinstance(given, (str, bytes))):
         # A float or a position among them is found by as_index; this only sees whether one has to look.
         bounds = list(given) if set(map(type, given)) <= {int} else [as_index(bound, what) for bound in given]
     else:
@@ -136,8 +139,8 @@ def gather(
             extent = node._extent
             at = extent.origin
             end = place + (last - first) * 4
-            plain = runs.__class__ is int and not carried and not node.media
             # A node whose runs are one int stands as text does, on every axis of its scheme; audio can stand so too.
+            plain = runs.__class__ is int and not carried and not node.media
             if plain and begin <= first <= last <= count and first >= at and end <= room:
                 delta = top + 1 - count
                 if not delta or (delta <= _MOST and node._lineage.scheme.usual_delta):

@@ -416,8 +416,9 @@ def test_text_of_a_float_scheme_goes_along_on_other_axes(rule: str) -> None:
     for axes in (1, 2, 3, 4, 5):
         for dtype in (torch.float32, torch.int64, torch.int32):
             stager = InputStager(43, 2, 4, axes, dtype=dtype)
-            for mode in ("as_decoded", "as_replayed"):
-                batch = stager.extend([node, draft], mode=mode)  # type: ignore[arg-type]
+            modes: tuple[Any, ...] = ("as_decoded", "as_replayed")
+            for mode in modes:
+                batch = stager.extend([node, draft], mode=mode)
                 assert batch.positions.tolist() == [[*range(20), *range(23)]] * axes
                 check_tails(batch, stager)
 
@@ -430,13 +431,18 @@ def test_a_delta_beyond_32_bits_is_refused() -> None:
     assert low.mrope_position_delta > 2**32 and low.positions(1).max() < 10
     stager = InputStager(64, 4, 16)
     for some in ([low], [low, sample()[1]]):
-        refused(Unsupported, stager, lambda some=some: stager.extend(some, 1, 3))  # type: ignore[misc]
+        refused(Unsupported, stager, partial(stager.extend, some, 1, 3))
 
 
 def test_an_unknown_mode_is_refused_of_no_requests_too() -> None:
     stager = InputStager(64, 4, 16)
-    for error, mode in ((PositionError, "as_dreamt"), (TypeError, None), (TypeError, np.array(["as_decoded", "as_replayed"]))):
-        refused(error, stager, lambda mode=mode: stager.extend([], mode=mode))  # type: ignore[misc]
+    unknown: tuple[tuple[type[Exception], Any], ...] = (
+        (PositionError, "as_dreamt"),
+        (TypeError, None),
+        (TypeError, np.array(["as_decoded", "as_replayed"])),
+    )
+    for error, mode in unknown:
+        refused(error, stager, partial(stager.extend, [], mode=mode))
     assert stager.extend([], mode=np.str_("as_replayed")).num_tokens == 0  # type: ignore[arg-type]
 
 
@@ -709,7 +715,8 @@ def test_an_interrupted_extend_leaves_the_last_batch_or_none_and_the_next_is_who
     session, node, draft = sample()
     text = session.append(session.root, range(30))
     first: list[Holder] = [text, text, text] if long_first else [text]
-    middle, last = ([draft], [text]) if long_first else ([node, draft, text], [text, text])
+    middle: list[Holder] = [draft] if long_first else [node, draft, text]
+    last: list[Holder] = [text] if long_first else [text, text]
     stager = InputStager(96, 4, 32)
     number = 0
     while True:

@@ -58,9 +58,10 @@ def compare(family: str, rule: str, seed: int, by_kernels: Callable[..., InputSt
                 for turn in range(4):  # the same slots again and again, with tokens that are on the device
                     for stager in (one, two):
                         sampled = torch.from_numpy(tokens[:, turn % 3]).to(stager.device)
-                        if turn % 2:
-                            stager.sampled_tokens[: len(step), 0].copy_(sampled)
-                            sampled = stager.sampled_tokens[: len(step), 0]
+                        if turn % 2:  # where they are to be, or there in a row
+                            place = stager.sampled_tokens[:, 0] if turn == 1 else stager.sampled_tokens.view(-1)
+                            place[: len(step)].copy_(sampled)
+                            sampled = place[: len(step)]
                         stager.advance(step, sampled)
                         stager.decode(np.array(step, np.int32), width)
                     same(one, two, (family, rule, seed, "advance"))

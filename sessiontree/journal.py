@@ -45,7 +45,7 @@ __all__ = ["Durability", "Journal", "Overtaken", "SessionNodes", "WriteLost"]
 R = TypeVar("R", codec.SessionRecord, codec.HeadRecord, codec.DropRecord)
 
 MISSING: Final = -1  # the place of a node that is nowhere
-_REMEMBERED: Final = 64  # batches, above which those that are durable are forgotten
+_REMEMBERED: Final = 64  # batches, after which those that are durable are forgotten
 _FEW: Final = 16  # ids looked for one by one before they are sorted, or records that are read one by one
 _BATCH: Final = 4096  # records of which the entries are looked at together
 
@@ -475,7 +475,7 @@ class Journal:
     def _remember(self, number: int, nodes: tuple[bytes, ...]) -> int:
         underway = self._underway
         underway.append((number, nodes))
-        if len(underway) > _REMEMBERED:
+        if not number % _REMEMBERED:
             durable = self._log.durable
             with suppress(IndexError):  # somebody else was quicker
                 while underway[0][0] <= durable:

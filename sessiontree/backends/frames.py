@@ -328,7 +328,7 @@ def write_all(system: System, fd: int, parts: Sequence[bytes], offset: int, *, s
     """Write bytes that stand in parts; with sync each call also makes durable what it wrote."""
     for first in range(0, len(parts), _MOST_PARTS):
         some: Sequence[bytes | memoryview] = parts[first : first + _MOST_PARTS]
-        size = sum(map(len, some))
+        size = len(some[0]) if len(some) == 1 else sum(map(len, some))
         done = system.pwritev(fd, some, offset, sync=sync)
         while done < size:
             offset, size = offset + done, size - done

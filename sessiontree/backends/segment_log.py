@@ -51,6 +51,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from threading import get_ident
 from typing import Any, Final, TypeVar
 from weakref import WeakSet, ref
 
@@ -392,7 +393,7 @@ class SegmentLog:
     @property
     def leading(self) -> bool:
         """Whether this thread is in the middle of writing, so that nothing that comes in here can wait."""
-        return self._leader == threading.get_ident()
+        return self._leader == get_ident()
 
     def is_durable(self, number: int) -> bool | None:
         """Whether that batch is durable; False where it never will be, None while that is open."""
@@ -420,7 +421,7 @@ class SegmentLog:
 
     def relieve(self) -> None:
         """Where more is in line than MAX_BACKLOG, write until it is not. Raises nothing: the next ``enqueue`` does."""
-        me = threading.get_ident()
+        me = get_ident()
         while self._backlog > MAX_BACKLOG and self._written < self.enqueued and not self._refused and self._leader != me:
             try:
                 if not self._lead(self.enqueued, sync=False):
@@ -531,7 +532,7 @@ class SegmentLog:
 
     def _lead(self, number: int, *, sync: bool) -> bool:
         """Write until that batch is written, or durable if sync is asked for, or a write fails. False: another thread writes."""
-        me = threading.get_ident()
+        me = get_ident()
         claimed = False
         try:
             if self._leader:
@@ -607,16 +608,17 @@ class SegmentLog:
         """Take what is in line, up to _FRAME_BYTES, and make its frame, in a new segment if this one is full."""
         assert self._keys is not None
         base, items, _, _ = self._queue
-        n, size = 0, FRAME_OVERHEAD
-        for _, more in items:
-            if n and size + more > _FRAME_BYTES:
+        batches, size = [], FRAME_OVERHEAD
+        for batch, more in items:
+            if batches and size + more > _FRAME_BYTES:
                 break
-            n += 1
+            batches.append(batch)
             size += more
+        n = len(batches)
         if not n:
             return None
         self._fit(size)
-        frame = build_frame(self._keys, self._end, self._synced, base + 1, [batch for batch, _ in items[:n]])
+        frame = build_frame(self._keys, self._end, self._synced, base + 1, batches)
         with self._mutex:
             base, items, _, lost = self._queue
             self._queue = (base + n, items[n:], frame, lost)
@@ -740,7 +742,7 @@ class SegmentLog:
 
     def _alone(self, work: Callable[[], T]) -> T:
         """Do something while no frame is being written."""
-        me = threading.get_ident()
+        me = get_ident()
         while True:
             claimed = False
             try:

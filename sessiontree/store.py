@@ -463,8 +463,7 @@ class Session:
                 self._unsettled.append((waiting, written))
             if self._told[0] is told or self._told[0]._stamp < stamp:
                 self._told[0] = written
-            if self._waiting < waiting:
-                self._waiting = waiting
+            self._waiting = max(self._waiting, waiting)
             self._used = True
             if self._written is written:
                 return self._waiting

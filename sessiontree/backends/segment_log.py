@@ -608,7 +608,8 @@ class SegmentLog:
         """Take what is in line, up to _FRAME_BYTES, and make its frame, in a new segment if this one is full."""
         assert self._keys is not None
         base, items, _, _ = self._queue
-        batches, size = [], FRAME_OVERHEAD
+        batches: list[Records] = []
+        size = FRAME_OVERHEAD
         for batch, more in items:
             if batches and size + more > _FRAME_BYTES:
                 break
@@ -643,8 +644,12 @@ class SegmentLog:
             self._wake()
 
     def _put(self, frame: Frame) -> None:
-        table, (_, _, _, rows, end) = self._table, frame
-        table.put(end.records - len(rows) // _ROW_BYTES, (rows,))
+        rows, end = frame.rows, frame.end
+        while True:
+            table = self._table
+            table.put(end.records - len(rows) // _ROW_BYTES, (rows,))
+            if table is self._table:  # else a signal handler has asked for the entries in the middle of a compaction
+                break
         self._end = end
         table.count = end.records
 

@@ -305,12 +305,12 @@ def _encode_node(
         if metadata or finish_reason is not None or tail_policy is not None or links:
             packed = (_packable(metadata) if metadata else None, finish_reason, tail_policy, links)
     items = [_item_fields(item) for item in media] if media else ()
-    first = (key, _ORIGIN_NUMBERS[origin], role)
-    digest = 0 if key is None else key_digest(key)
+    by = _ORIGIN_NUMBERS[origin]
+    place = NODE, session, ordinal, parent, identity, 0 if key is None else key_digest(key)
     if len(data) < _LARGE:
-        return _record(NODE, session, ordinal, parent, identity, digest, (*first, data, runs, state, replayed, items, packed))
-    rest = _record(NODE, session, ordinal, parent, identity, digest, (*first, b"", runs, state, replayed, items, packed))
-    at = _WRITE.size + len(_pack(first))
+        return _record(*place, (key, by, role, data, runs, state, replayed, items, packed))
+    rest = _record(*place, (key, by, role, b"", runs, state, replayed, items, packed))
+    at = _WRITE.size + len(_pack((key, by, role)))
     _check_size(len(rest) + len(data))
     return rest[:at] + _BIN32.pack(0xC6, len(data)), data, rest[at + 2 :]
 

@@ -45,7 +45,7 @@ __all__ = ["Durability", "Journal", "Overtaken", "SessionNodes", "WriteLost"]
 R = TypeVar("R", codec.SessionRecord, codec.HeadRecord, codec.DropRecord)
 
 MISSING: Final = -1  # the place of a node that is nowhere
-_REMEMBERED: Final = 64  # batches, above which those that are durable are forgotten
+_REMEMBERED: Final = 64  # batches, after which those that are durable are forgotten
 _FEW: Final = 16  # ids looked for one by one before they are sorted, or records that are read one by one
 _BATCH: Final = 4096  # records of which the entries are looked at together
 
@@ -495,7 +495,7 @@ class Journal:
     def _remember(self, number: int, nodes: tuple[bytes, ...]) -> int:
         underway = self._underway
         underway.append((number, nodes))
-        if len(underway) > _REMEMBERED:
+        if not number % _REMEMBERED:
             durable = self._log.durable
             with suppress(IndexError):  # somebody else was quicker
                 while underway[0][0] <= durable:
@@ -920,16 +920,11 @@ class Journal:
         WriteLost where what was before was lost, Overtaken, StoreFailed.
         """
         try:
-            return self._changed(number, before, after, waiting, told)
-        except StoreFailed:
-            self.check_writable()  # which says so where it is only read
-            raise
-
-    def _changed(self, number: int, before: SessionTree, after: SessionTree, waiting: int, told: Sequence[object]) -> int:
-        if not self._sound:
-            self.check_writable()
-        if after._heads is before._heads and after._count - before._count == 1:  # by far the commonest case
-            index, ordinal = after._index, before._count
+            if not self._sound:
+                self.check_writable()
+            if after._heads is not before._heads or after._count - before._count != 1:
+                return self._changed(number, before, after, waiting, told)
+            index, ordinal = after._index, before._count  # one node: by far the commonest case
             node = index.nodes[ordinal - index.base_count]
             parent = index.find_ordinal(node.parent, ordinal)  # type: ignore[arg-type]  # none is a root
             assert parent is not None
@@ -937,6 +932,11 @@ class Journal:
             prefix = _PREFIX.pack(codec.NODE, number, ordinal, parent, node.id, key)
             record = codec.node_parts(number, ordinal, parent, node)
             return self._remember(self._log.enqueue(((record, prefix),), waiting, told, before), (node.id,))
+        except StoreFailed:
+            self.check_writable()  # which says so where it is only read
+            raise
+
+    def _changed(self, number: int, before: SessionTree, after: SessionTree, waiting: int, told: Sequence[object]) -> int:
         records = self._node_records(number, after, before._count)
         nodes = tuple(codec.entry_of(record).id for record in records)
         for name, head in after._heads.items():

@@ -358,13 +358,15 @@ class Session:
     def _attach(self, parent: Node, turn: Turn, details: Details, reserved: int = 0) -> Node:
         # As _swap, without its calls: this is what every append and commit goes through.
         carry = True
-        if self._number is not None:
+        journal = self._store._journal
+        if journal is not None:
 
             def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
-                self._check_there(tree, parent)
+                if self._dropped:
+                    self._check_there(tree, parent)
                 return tree._attach_alone(parent, turn, details, None, reserved, True)
 
-            return self._swap(attach)
+            return self._swap_durably(journal, attach)
         with self._lock:
             while True:
                 if self._closed:
@@ -409,7 +411,8 @@ class Session:
             _check_may_wait(journal)
         with self._lock:
             while True:
-                self._check_open()
+                if self._closed:
+                    self._check_open()
                 if self._unsettled or self._doubtful:
                     self._catch_up(journal)
                 before = self._written
@@ -446,7 +449,8 @@ class Session:
         """
         while True:
             written, told = self._written, self._told[0]
-            if written._stamp <= told._stamp:
+            stamp = written._stamp
+            if stamp <= told._stamp:
                 if journal.failed:
                     journal.flush()  # raises: a retry that finds what was never durable is no success
                 return self._waiting
@@ -457,7 +461,7 @@ class Session:
                 continue
             if journal.waits:
                 self._unsettled.append((waiting, written))
-            if self._told[0]._stamp < written._stamp:
+            if self._told[0] is told or self._told[0]._stamp < stamp:
                 self._told[0] = written
             self._waiting = max(self._waiting, waiting)
             self._used = True
@@ -466,8 +470,9 @@ class Session:
 
     def _settle(self, journal: Journal) -> None:
         """Show what has become durable; take back what was lost, and what was written behind it."""
-        while self._unsettled:
-            first = self._unsettled[0]
+        unsettled = self._unsettled
+        while unsettled:
+            first = unsettled[0]
             waiting, written = first
             durable = journal.is_durable(waiting)
             if durable is None:
@@ -476,13 +481,13 @@ class Session:
                 if not journal.failed:
                     self._reload(journal)
                     return
-                self._unsettled.clear()
+                unsettled.clear()
                 self._written = self._told[0] = self._tree
                 return
             if self._tree._stamp < written._stamp:
                 self._tree = written
-            if self._unsettled and self._unsettled[0] is first:  # nothing comes in between looking and taking
-                self._unsettled.popleft()
+            if unsettled and unsettled[0] is first:  # nothing comes in between looking and taking
+                unsettled.popleft()
 
     def _reload(self, journal: Journal) -> None:
         """Something was lost: what is there is what the disk has."""

@@ -1143,9 +1143,12 @@ class Interrupt:
             self.left -= self._last.get(frame, "").startswith(("CALL", "RESUME", "JUMP_BACKWARD"))
             if not self.left:
                 self.left = -1
-                raise KeyboardInterrupt
+                self.come()
             self._last[frame] = names_of(frame.f_code)[frame.f_lasti]
         return self
+
+    def come(self) -> None:
+        raise KeyboardInterrupt
 
 
 def test_an_interrupt_at_every_instruction_undoes_nothing() -> None:
@@ -1180,6 +1183,41 @@ def test_an_interrupt_at_every_instruction_undoes_nothing() -> None:
         if interrupt.left > 0:
             break
     assert n > 100
+
+
+class Looked(Interrupt):
+    """A signal handler that looks at the entries."""
+
+    def __init__(self, n: int, log: SegmentLog) -> None:
+        super().__init__(n)
+        self._log = log
+
+    def come(self) -> None:
+        self._log.entries()
+
+
+def test_the_entries_are_looked_at_anywhere_in_a_commit_beside_a_compaction() -> None:
+    """Which has them in two tables; whoever asks puts one in their place."""
+    batches = some_batches(3, random.Random(25), size=20)
+    n = 0
+    while True:
+        n += 1
+        log = opened(Disk())
+        log.wait(log.enqueue(batches[0]))
+        log.cut()
+        looked = Looked(n, log)
+        sys.settrace(looked)
+        try:
+            log.wait(log.enqueue(batches[1]))
+        finally:
+            sys.settrace(None)
+        assert records_of(log) == flat(batches[:2])
+        log.wait(log.enqueue(batches[2]))
+        assert records_of(log) == flat(batches)
+        kill(log)
+        if looked.left > 0:
+            break
+    assert n > 50
 
 
 # threads and processes ------------------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ _BLOCK: Final = Struct("<4sB3xIIQQQQQII")
 FRAME_MAGIC: Final = b"\xf5stf"
 _BLOCK_MAGIC: Final = b"\xf5sti"
 FRAME_OVERHEAD: Final = HEADER.size + CRC.size
+_pack_header, _pack_head, _pack_place, _pack_crc = _HEADER.pack, HEAD.pack, PLACE.pack, CRC.pack
 
 CHUNK: Final = 2**20
 MAX_RECORD: Final = 2**28
@@ -156,41 +157,42 @@ class Keys(NamedTuple):
 
 def build_frame(keys: Keys, at: End, synced: int, first: int, batches: Sequence[Records]) -> Frame:
     seed, magic = keys
-    parts: list[bytes] = [b""]
+    segment, start, sequence, records, _, _, fd = at
+    place = start + HEADER.size
+    parts: list[bytes] = [b"", b""]  # of the header, which comes last
     heads: list[bytes] = []
     rows: list[bytes] = []
-    segment, start = at.segment, at.offset
-    place = start + HEADER.size
-    for records in batches:
-        for record, prefix in records:
+    for batch in batches:
+        for record, prefix in batch:
             if isinstance(record, bytes):
                 length = len(record)
-                crc = checksum(record, seed ^ length)
+                crc = crc32(record, seed ^ length) if length <= _HELD else checksum(record, seed ^ length)
                 pieces: tuple[bytes, ...] = (record,)
             else:
                 length = size_of(record)
                 crc = seed ^ length
                 for piece in (pieces := record):
                     crc = checksum(piece, crc)
-            head = HEAD.pack(magic, length, crc)
+            head = _pack_head(magic, length, crc)
             place += HEAD.size
             heads.append(head)
-            parts += (head, *pieces)
-            rows += (prefix, PLACE.pack(segment, place, length, crc))
+            parts.append(head)
+            parts += pieces
+            rows.append(prefix)
+            rows.append(_pack_place(segment, place, length, crc))
             place += length
-    count = len(heads)
-    header = _HEADER.pack(FRAME_MAGIC, VERSION, segment, count, at.sequence + 1, synced, place - start - HEADER.size)
+    sequence += 1
+    parts[0] = header = _pack_header(FRAME_MAGIC, VERSION, segment, len(heads), sequence, synced, place - start - HEADER.size)
     crc = crc32(header, (seed ^ start) & _MASK)
-    parts[0] = header + CRC.pack(crc)
-    parts.append(CRC.pack(crc32(b"".join(heads), crc)))
-    end = _as_end((segment, place + CRC.size, at.sequence + 1, at.records + count, start, crc, at.fd))
-    return _as_frame((first, first + len(batches) - 1, _joined(parts, place - start), b"".join(rows), end))
+    parts[1] = _pack_crc(crc)
+    parts.append(_pack_crc(crc32(b"".join(heads), crc)))
+    end = _as_end((segment, place + CRC.size, sequence, records + len(heads), start, crc, fd))
+    whole = (b"".join(parts),) if place - start < _LARGE else _joined(parts)
+    return _as_frame((first, first + len(batches) - 1, whole, b"".join(rows), end))
 
 
-def _joined(parts: list[bytes], size: int) -> tuple[bytes, ...]:
+def _joined(parts: list[bytes]) -> tuple[bytes, ...]:
     """The same bytes in few parts: what is large is not copied once more."""
-    if size < _LARGE:
-        return (b"".join(parts),)
     joined: list[bytes] = []
     small: list[bytes] = []
     for part in parts:
@@ -326,7 +328,7 @@ def write_all(system: System, fd: int, parts: Sequence[bytes], offset: int, *, s
     """Write bytes that stand in parts; with sync each call also makes durable what it wrote."""
     for first in range(0, len(parts), _MOST_PARTS):
         some: Sequence[bytes | memoryview] = parts[first : first + _MOST_PARTS]
-        size = sum(map(len, some))
+        size = len(some[0]) if len(some) == 1 else sum(map(len, some))
         done = system.pwritev(fd, some, offset, sync=sync)
         while done < size:
             offset, size = offset + done, size - done

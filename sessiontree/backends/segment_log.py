@@ -51,6 +51,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from threading import get_ident
 from typing import Any, Final, TypeVar
 from weakref import WeakSet, ref
 
@@ -97,6 +98,7 @@ MAX_BATCH: Final = 2**31
 MAX_BACKLOG: Final = 64 * 2**20  # bytes in line, above which who hands over helps to write
 _FRAME_BYTES: Final = 2**20  # what one frame takes of what is pending, unless one batch alone is larger
 _BLOCK_ROWS: Final = 4096
+_ROW_BYTES: Final = ENTRY.itemsize
 _RESERVE: Final = 2**20
 _LOCK_SECONDS: Final = 0.8
 _POLL: Final = (0.002, 0.05)  # seconds between two looks of the background thread: after work, and at most
@@ -122,17 +124,22 @@ class _Table:
 
     def put(self, start: int, parts: Sequence[bytes | memoryview]) -> None:
         """Write rows from start on: to do it twice is to do it once."""
-        start -= self.first
-        at = start * ENTRY.itemsize
-        stop = at + sum(map(len, parts))
-        if stop > len(self._bytes):
-            count = stop // ENTRY.itemsize
-            rows = np.empty(max(1024, count + count // 8), ENTRY)
-            rows[:start] = self._rows[:start]
-            self._rows, self._bytes = rows, rows.view(np.uint8).data
+        at = (start - self.first) * _ROW_BYTES
+        stop = at
         for part in parts:
-            self._bytes[at : at + len(part)] = part
-            at += len(part)
+            stop += len(part)
+        if stop > len(self._bytes):
+            self._grow(start - self.first, stop // _ROW_BYTES)
+        for part in parts:
+            stop = at + len(part)
+            self._bytes[at:stop] = part
+            at = stop
+
+    def _grow(self, kept: int, count: int) -> None:
+        """Have room for so many rows, and more; of those there are, the first ``kept`` stay."""
+        rows = np.empty(max(1024, count + count // 8), ENTRY)
+        rows[:kept] = self._rows[:kept]
+        self._rows, self._bytes = rows, rows.view(np.uint8).data
 
     def behind(self, start: int) -> _Table:
         """A table of the rows from start on, in the place of this one."""
@@ -185,9 +192,10 @@ _SYSTEM: Final = System()
 _open_logs: Final[WeakSet[SegmentLog]] = WeakSet()
 
 _Lost = tuple[int, int, OSError]
-# Number of the last batch that was taken; batches after it; the frame being written; batches that were rolled back.
+# Number of the last batch that was taken; batches after it, each with its bytes in a frame; the frame being written; batches that
+# were rolled back.
 # One tuple, put in place by one assignment: an interrupt, a signal handler or a fork finds this state or the next.
-_Queue = tuple[int, list[Records], Frame | None, tuple[_Lost, ...]]
+_Queue = tuple[int, list[tuple[Records, int]], Frame | None, tuple[_Lost, ...]]
 
 
 class SegmentLog:
@@ -368,14 +376,14 @@ class SegmentLog:
         with self._mutex:
             if self._refused:
                 raise self._refuse()
-            base, items, _, lost = self._queue
+            lost = self._queue[3]
             if lost and any(first <= after <= last for first, last, _ in lost):
                 raise WriteLost(f"{self._path}: batch {after} was lost, and what was to be written rests on it")
-            base, items, _, _ = self._queue  # anew: a signal handler may have come in since
+            base, items, _, _ = self._queue  # only now: a signal handler may have come in since
             if told[0] is not expected:  # from here to the call nothing comes in between
                 raise Overtaken(f"{self._path}: something else was put in line meanwhile")
             if batch:
-                items.append(batch)
+                items.append((batch, total))
                 self._backlog += total
             return base + len(items)  # too high, never too low, if a signal handler came in between
 
@@ -387,7 +395,7 @@ class SegmentLog:
     @property
     def leading(self) -> bool:
         """Whether this thread is in the middle of writing, so that nothing that comes in here can wait."""
-        return self._leader == threading.get_ident()
+        return self._leader == get_ident()
 
     def is_durable(self, number: int) -> bool | None:
         """Whether that batch is durable; False where it never will be, None while that is open."""
@@ -398,7 +406,8 @@ class SegmentLog:
 
     def wait(self, number: int) -> None:
         """Return when that batch is durable. Raises StoreFailed if it never will be. An interrupt undoes nothing."""
-        if number > self.enqueued:
+        base, items, _, _ = self._queue
+        if number > base + len(items):
             raise ValueError(f"batch {number} of {self.enqueued}")
         while not self._settled(number):
             if self._lead(number, sync=True):
@@ -414,7 +423,7 @@ class SegmentLog:
 
     def relieve(self) -> None:
         """Where more is in line than MAX_BACKLOG, write until it is not. Raises nothing: the next ``enqueue`` does."""
-        me = threading.get_ident()
+        me = get_ident()
         while self._backlog > MAX_BACKLOG and self._written < self.enqueued and not self._refused and self._leader != me:
             try:
                 if not self._lead(self.enqueued, sync=False):
@@ -525,7 +534,7 @@ class SegmentLog:
 
     def _lead(self, number: int, *, sync: bool) -> bool:
         """Write until that batch is written, or durable if sync is asked for, or a write fails. False: another thread writes."""
-        me = threading.get_ident()
+        me = get_ident()
         claimed = False
         try:
             if self._leader:
@@ -536,12 +545,16 @@ class SegmentLog:
             with self._writer:
                 if self._pid != os.getpid():
                     raise self._refuse()
-                self._write_until(number, sync and self._durability == "relaxed")
+                while self._written < number and self._failure is None and self._step():
+                    pass
+                if sync and self._durable < number and self._failure is None and self._durability == "relaxed":
+                    self._sync()
             return True
         finally:
             if claimed:
                 self._leader = 0
-                self._wake()
+                if self._gates:
+                    self._wake()
 
     def _wake(self) -> None:
         """Let those go on whose batch is settled, and the first of the others, to write. Who is let go is not let go again."""
@@ -554,12 +567,6 @@ class SegmentLog:
                     gate.release()
             led = led or not settled
 
-    def _write_until(self, number: int, sync_after: bool) -> None:
-        while self._written < number and self._failure is None and self._step():
-            pass
-        if sync_after and self._failure is None and self._durable < number:
-            self._sync()
-
     def _step(self) -> bool:
         """Write one frame. False: nothing was in line, or what was is lost."""
         try:
@@ -568,25 +575,28 @@ class SegmentLog:
                 if self._crowd > 1:
                     self._gather()
                 frame = self._stage()
-            if frame is None:
-                return False
+                if frame is None:
+                    return False
         except OSError as error:
             self._reject(error)
             return False
-        if frame.end is not self._end:  # an interrupt may have come between that and the rest of _publish
-            if frame.end.offset > self._room:
-                self._reserve(frame.end.offset)
-            began = time.perf_counter()
+        first, last, parts, _, end = frame
+        if end is not self._end:  # an interrupt may have come between that and the rest of _publish
+            if end.offset > self._room:
+                self._reserve(end.offset)
             sync = self._durability != "relaxed"
+            crowd = last - first + 1 if sync else 0
+            began = time.perf_counter() if crowd > 1 else 0.0
             try:
-                write_all(self._system, frame.end.fd, frame.parts, frame.end.frame, sync=sync)
+                write_all(self._system, end.fd, parts, end.frame, sync=sync)
             except OSError as error:
                 if sync and error.errno not in _FULL:
                     raise self._stop("a write, or its sync, failed", error) from error
                 self._reject(error)
                 return False
-            self._patience = min(_PATIENCE, (time.perf_counter() - began) / 2)
-            self._crowd = frame.last - frame.first + 1 if sync else 0
+            if crowd > 1:
+                self._patience = min(_PATIENCE, (time.perf_counter() - began) / 2)
+            self._crowd = crowd
         self._publish(frame)
         return True
 
@@ -600,17 +610,18 @@ class SegmentLog:
         """Take what is in line, up to _FRAME_BYTES, and make its frame, in a new segment if this one is full."""
         assert self._keys is not None
         base, items, _, _ = self._queue
-        n, size = 0, FRAME_OVERHEAD
-        for batch in items:
-            more = sum([HEAD.size + size_of(record) for record, _ in batch])
-            if n and size + more > _FRAME_BYTES:
+        batches: list[Records] = []
+        size = FRAME_OVERHEAD
+        for batch, more in items:
+            if batches and size + more > _FRAME_BYTES:
                 break
-            n += 1
+            batches.append(batch)
             size += more
+        n = len(batches)
         if not n:
             return None
         self._fit(size)
-        frame = build_frame(self._keys, self._end, self._synced, base + 1, items[:n])
+        frame = build_frame(self._keys, self._end, self._synced, base + 1, batches)
         with self._mutex:
             base, items, _, lost = self._queue
             self._queue = (base + n, items[n:], frame, lost)
@@ -629,16 +640,20 @@ class SegmentLog:
             self._synced = frame.end.sequence
             self._durable = frame.last
         self._written = frame.last
-        with self._mutex:
-            base, items, _, lost = self._queue
-            self._queue = (base, items, None, lost)
+        base, items, _, lost = self._queue  # only who leads puts another in its place
+        self._queue = (base, items, None, lost)
         if items:  # this thread may go on writing
             self._wake()
 
     def _put(self, frame: Frame) -> None:
-        self._table.put(frame.end.records - len(frame.rows) // ENTRY.itemsize, [frame.rows])
-        self._end = frame.end
-        self._table.count = frame.end.records
+        rows, end = frame.rows, frame.end
+        while True:
+            table = self._table
+            table.put(end.records - len(rows) // _ROW_BYTES, (rows,))
+            if table is self._table:  # else a signal handler has asked for the entries in the middle of a compaction
+                break
+        self._end = end
+        table.count = end.records
 
     def _sync(self) -> None:
         """Make what is written durable."""
@@ -734,7 +749,7 @@ class SegmentLog:
 
     def _alone(self, work: Callable[[], T]) -> T:
         """Do something while no frame is being written."""
-        me = threading.get_ident()
+        me = get_ident()
         while True:
             claimed = False
             try:

@@ -92,10 +92,10 @@ class PageHashes(Sequence[bytes]):
     def __getitem__(self, at: int | slice) -> bytes | tuple[bytes, ...]:
         count = len(self)
         if isinstance(at, slice):
-            start, _, step = at.indices(count)
-            if step > 0 and start >= self._first:
-                return self._own[start - self._first : at.indices(count)[1] - self._first : step]
-            return self._whole()[at]
+            pages = range(count)[at]
+            if pages and min(pages[0], pages[-1]) < self._first:
+                return self._whole()[at]
+            return tuple(self._own[page - self._first] for page in pages)
         number = at + count if at < 0 else at
         if not 0 <= number < count:
             raise IndexError(f"page {at} of {count}")

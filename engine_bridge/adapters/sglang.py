@@ -135,9 +135,9 @@ def to_sglang(
     :func:`~engine_bridge.policies.prompt_of`. ``fields``: any other field of the request by its name.
 
     Nothing in the request is shared with a node. Raises Unsupported for schemes that SGLang does not run, fields that are refused,
-    fields that SGLang's sessions lose, sampling parameters that SGLang refuses, another salt or LoRA than the namespace's, positions
-    that a session would not reproduce, audio in video, and features that contradict their item or each other; NeedsMedia; MediaSpanError for embeddings of another length than their item; what prompt_of raises; TypeError;
-    ImportError without SGLang.
+    fields that SGLang's sessions lose, sampling parameters that SGLang refuses, another salt or LoRA than the namespace's,
+    positions that a session would not reproduce, audio in video, and features that contradict their item or each other; NeedsMedia;
+    MediaSpanError for embeddings of another length than their item; what prompt_of raises; TypeError; ImportError without SGLang.
     """
     prompt = prompt_of(node, prefix_len, tail_policy=tail_policy, paired_calls=paired_calls)
     scheme, namespace = node.scheme, node.namespace if isinstance(node, Node) else node.parent.namespace

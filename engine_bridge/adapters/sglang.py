@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from pyrsistent import PMap
 
+from engine_bridge.adapters.sglang_media import tensor_of
 from engine_bridge.adapters.sglang_params import check_types
 from engine_bridge.adapters.sglang_sessions import SessionTreeController
 from engine_bridge.policies import PlacedItem, Prompt, prompt_of
@@ -317,7 +318,7 @@ def _item(placed: PlacedItem, features: Features | None) -> Any:
     own.set_identity(item.identity)
     if features is None:
         return own
-    tensors = {name: _tensor(features, name) for name in features}
+    tensors = {name: tensor_of(features, name) for name in features}
     embeddings, pixels = (_only(item, tensors, names) for names in (_EMBEDDINGS, _PIXELS))
     if embeddings is not None:
         rows, count = len(tensors[embeddings]), sum(stop - start for start, stop in placed.spans)
@@ -392,13 +393,6 @@ def _thawed(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return torch.tensor(value)
     return value
-
-
-def _tensor(features: Features, name: str) -> torch.Tensor:
-    tensor = torch.tensor(features[name])
-    dtype = features.dtype(name)
-    known = getattr(torch, dtype, None)  # bfloat16 and float8, which NumPy has not, are read as the bits they are
-    return tensor if known in (None, tensor.dtype) else tensor.view(known)
 
 
 def _held(prompt: Prompt) -> tuple[Features, ...]:

@@ -1140,7 +1140,8 @@ def test_an_item_whose_numbers_are_none_is_refused(name: str, value: Any) -> Non
 def test_text_that_is_none_is_refused_before_it_runs(name: str) -> None:
     our = ours()
     nodes = len(our.controller.get("s").tree.tree)
-    assert refused(our.send(**{"rid": "a", "ids": [1, 2], name: "\ud800"}))
+    given: Any = {"rid": "a", "ids": [1, 2], name: "\ud800"}
+    assert refused(our.send(**given))
     assert len(our.controller.get("s").tree.tree) == nodes
 
 

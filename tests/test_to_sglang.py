@@ -646,7 +646,8 @@ def with_extra(item: MediaItem, extra: Mapping[str, Any]) -> MediaItem:
 def test_audio_in_video_is_refused_since_sglang_would_lose_the_audio() -> None:
     ids = {"image": IMAGE_PAD, "video": VIDEO_PAD, "vision_start": VISION_START, "vision_end": VISION_END}
     ids |= {"audio": 60, "audio_start": 61, "audio_end": 62}
-    rule = scheme("qwen3_omni@hf5", position_id_per_seconds=13, **{f"{name}_token_id": token for name, token in ids.items()})
+    params: Any = {f"{name}_token_id": token for name, token in ids.items()}
+    rule = scheme("qwen3_omni@hf5", position_id_per_seconds=13, **params)
     film = MediaItem("video", identity("a"), [(0, 1)], (2, 4, 4), second_per_grid_ts=1.0, audio_feature_length=100)
     count = rule.num_placeholders(film)
     session = SessionStore.in_memory().create("s", scheme=rule)

@@ -27,9 +27,9 @@ scheme                 the hash of a page, and what its chain begins with
 
 The tenant of a namespace is no part of any chain: no engine knows of it. Tenants that are not to share KV get salts.
 
-vLLM's pages have the ids of the node, in spans too. ``to_vllm`` writes vLLM's own there, so a session whose hashes are to be those of
-its requests holds these. An item is one range, from its first placeholder to its last, text between its spans included; while a path
-holds only a part of it, to the end of the path.
+vLLM's pages have the ids of the node, in spans too. ``to_vllm`` writes vLLM's own there, so a session whose hashes are to be
+those of its requests holds these. An item is one range, from its first placeholder to its last, text between its spans included;
+while a path holds only a part of it, to the end of the path.
 
 A chain says which tokens and media were computed, as a prefill of the whole path would place them. Where tokens that were decoded
 stand elsewhere, their KV is another: from the first page with such a token on, hashes of ``mode="as_decoded"`` are of a chain of

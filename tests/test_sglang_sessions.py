@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import random
 import shutil
 import sys
 from array import array
@@ -23,15 +24,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from engine_bridge import to_sglang
 from engine_bridge.adapters import sglang_media, sglang_sessions
 from engine_bridge.adapters.sglang_sessions import CARRIED, REFUSED, SessionTreeController
-from sessiontree import SessionStore
+from sessiontree import MediaItem, SessionStore, Unsupported
+from sessiontree.positions import scheme
 from tests import reference as ref
 from tests.conftest import SOAK
 from tests.disk import Disk
 from tests.disk_model import fail, let_go, open_on
+from tests.histories import without_leading_empties
 from tests.reference import Segment
+from tests.rope_oracle import RANDOMS, draw_history
 from tests.sglang_engine import engine, needs_sglang
 from tests.sglang_scheduler import (
     CONTROLLER,
@@ -44,6 +50,7 @@ from tests.sglang_scheduler import (
     processed,
     refused,
 )
+from tests.test_positions_sglang import FAMILIES
 from tests.toy import (
     A_IDS,
     A_TABLE,
@@ -1400,8 +1407,6 @@ def test_killed_and_reopened_it_goes_on_as_if_nothing_had_been(killed_after: int
 
 
 def test_what_to_sglang_makes_of_a_node_is_that_node_in_a_session() -> None:
-    from engine_bridge import to_sglang
-
     outside, our = new_session(), ours()
     node = grow(outside, outside.root, a_turn(), reply(8, 9), a_turn(number=1))
     first, rest = node.path()[1], node
@@ -1419,6 +1424,64 @@ def test_what_to_sglang_makes_of_a_node_is_that_node_in_a_session() -> None:
     assert spans[0] == spans[1]
     assert np.array_equal(there.input_ids(), node.input_ids()) and np.array_equal(there.positions(), node.positions())
     assert np.array_equal(prefilled(our.queue[-1], 0, node.stop), node.positions())
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "glm_image"])  # that one decodes by a plan
+@settings(max_examples=200 if SOAK else 15)
+@given(rng=RANDOMS)
+def test_every_family_stands_where_its_nodes_do(family: str, rng: random.Random) -> None:
+    """C11, C21: prefilled, decoded and retracted, cast once; also where positions and delta are fractional."""
+    history, _ = draw_history(rng, family)
+    try:
+        rule = scheme(f"{family}@sglang", **history.params)
+        session = SessionStore.in_memory().create("s", scheme=rule)
+        node = session.root
+        our = ours(scheme=rule, streaming=rng.random() < 0.5)
+        after, held = None, 0
+        for number, each in enumerate(without_leading_empties(history.turns())):
+            node = session.append(node, list(each.tokens), media=each.media)
+            if node.position_state().open_block is not None or node.stop == held:
+                continue
+            request = to_sglang(node, held, rid=f"r{number}", session_params={"id": "s", "rid": after})
+            with our.intake():
+                our.scheduler.handle_generate_request(request)
+            made = our.queue[-1]
+            assert refused(made) is None
+            output = [rng.randrange(100, 105) for _ in range(rng.randrange(1, 4))]
+            assert np.array_equal(prefilled(made), whole_numbers(node.positions()))
+            with session.draft(node) as draft:
+                draft.extend(output)
+                assert decoded(made).tolist() == whole_numbers(draft.positions(node.stop))[:, 0].tolist()
+                node = draft.commit("length")
+            if made.multimodal_inputs is not None and not made.session.streaming and rng.random() < 0.5:
+                made.output_ids.extend(output)
+                retracted(made)
+                assert np.array_equal(prefilled(made), whole_numbers(node.positions()))
+                made.output_ids = made.output_ids[:0]
+            our.generate(made, output)
+            recorded = our.controller.get("s").reply(f"r{number}")
+            assert np.array_equal(recorded.positions(), node.positions())
+            after, held = f"r{number}", node.stop
+    except Unsupported as error:
+        assert "audio in video" in str(error)
+
+
+def whole_numbers(table: NDArray[Any]) -> NDArray[np.int64]:
+    return np.broadcast_to(table.astype(np.int64), (3, table.shape[1]))
+
+
+def test_c11_a_fractional_delta_is_rounded_down() -> None:
+    ids: Any = {"image_token_id": 90, "video_token_id": 91, "audio_token_id": 92, "vision_start_token_id": 93}
+    rule = scheme("qwen3_omni@sglang", position_id_per_seconds=2, audio_start_token_id=94, **ids)
+    session, our = SessionStore.in_memory().create("s", scheme=rule), ours(scheme=rule)
+    clip = MediaItem("video", bytes(32), [(2, 2)], grid_thw=(2, 2, 2), second_per_grid_ts=0.4)
+    node = session.append(session.root, [8, 8, 91, 91, 8, 8], media=[clip])
+    with our.intake():
+        our.scheduler.handle_generate_request(to_sglang(node, rid="a", session_params={"id": "s"}))
+    made = our.queue[-1]
+    assert node.mrope_position_delta == pytest.approx(-0.2), "the next token stands at 5.8"
+    assert made.multimodal_inputs.mrope_position_delta.tolist() == [[-1]]
+    assert decoded(made).tolist() == [5, 5, 5]
 
 
 def test_streaming_goes_on_after_a_restart(tmp_path: Path) -> None:

@@ -659,7 +659,8 @@ class Attempt:
             setattr(inputs, name, said)
         if self.prompt.node.scheme.num_axes > 1:
             inputs.mrope_positions = self.layout.table()
-            inputs.mrope_position_delta = torch.tensor([[self.prompt.mrope_position_delta]])
+            delta = math.floor(self.prompt.mrope_position_delta)  # SGLang cuts fractions off, which is upwards for negative ones
+            inputs.mrope_position_delta = torch.tensor([[delta]], dtype=torch.int64)
         return inputs
 
     def positions_with(self, table: torch.Tensor, output_ids: array[int]) -> torch.Tensor:

@@ -27,8 +27,9 @@ scheme                 the hash of a page, and what its chain begins with
 
 The tenant of a namespace is no part of any chain: no engine knows of it. Tenants that are not to share KV get salts.
 
-An item is one range of vLLM, from its first placeholder to its last, text between its spans included; while a path holds only a
-part of it, to the end of the path.
+vLLM's pages have the ids of the node, in spans too. ``to_vllm`` writes vLLM's own there, so a session whose hashes are to be
+those of its requests holds these. An item is one range, from its first placeholder to its last, text between its spans included;
+while a path holds only a part of it, to the end of the path.
 
 A chain says which tokens and media were computed, as a prefill of the whole path would place them. Where tokens that were decoded
 stand elsewhere, their KV is another: from the first page with such a token on, hashes of ``mode="as_decoded"`` are of a chain of
@@ -92,10 +93,10 @@ class PageHashes(Sequence[bytes]):
     def __getitem__(self, at: int | slice) -> bytes | tuple[bytes, ...]:
         count = len(self)
         if isinstance(at, slice):
-            start, _, step = at.indices(count)
-            if step > 0 and start >= self._first:
-                return self._own[start - self._first : at.indices(count)[1] - self._first : step]
-            return self._whole()[at]
+            pages = range(count)[at]
+            if pages and min(pages[0], pages[-1]) < self._first:
+                return self._whole()[at]
+            return tuple(self._own[page - self._first] for page in pages)
         number = at + count if at < 0 else at
         if not 0 <= number < count:
             raise IndexError(f"page {at} of {count}")

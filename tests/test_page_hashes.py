@@ -793,6 +793,18 @@ def test_they_read_as_a_tuple(lengths: list[int], size: int, more: int, data: st
         cast(Any, hashes)[0] = b""
 
 
+def test_every_slice_is_that_of_a_tuple() -> None:
+    session = SessionStore.in_memory().create("s", scheme="text@vllm")
+    node = session.append(session.append(session.root, range(8)), range(10))
+    hashes = page_hashes(node, "sglang", 2)
+    expected = tuple(page_hashes(node, "sglang", 2))
+    bounds = [None, *range(-11, 12)]
+    for start in bounds:
+        for stop in bounds:
+            for step in (None, -3, -1, 1, 2, 5):
+                assert hashes[start:stop:step] == expected[start:stop:step], (start, stop, step)
+
+
 def test_pages_outlive_their_session() -> None:
     session = new_session()
     node = grow_toy(session, session.root, turn(*range(40)), turn(image()), turn(*range(40)))

@@ -6,7 +6,9 @@ functions make of it, as found, and what is right. Tests are named by the rows o
 
 from __future__ import annotations
 
+import gc
 import inspect
+import random
 import shutil
 import sys
 from array import array
@@ -15,19 +17,27 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
+from weakref import ref as weak
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from engine_bridge import to_sglang
 from engine_bridge.adapters import sglang_media, sglang_sessions
 from engine_bridge.adapters.sglang_sessions import CARRIED, REFUSED, SessionTreeController
-from sessiontree import SessionStore
+from sessiontree import MediaItem, SessionStore, Unsupported
+from sessiontree.positions import scheme
 from tests import reference as ref
 from tests.conftest import SOAK
+from tests.disk import Disk
+from tests.disk_model import fail, let_go, open_on
+from tests.histories import without_leading_empties
 from tests.reference import Segment
+from tests.rope_oracle import RANDOMS, draw_history
 from tests.sglang_engine import engine, needs_sglang
 from tests.sglang_scheduler import (
     CONTROLLER,
@@ -40,6 +50,7 @@ from tests.sglang_scheduler import (
     processed,
     refused,
 )
+from tests.test_positions_sglang import FAMILIES
 from tests.toy import (
     A_IDS,
     A_TABLE,
@@ -519,6 +530,31 @@ def test_c41_beginning_anew_is_no_crash_and_deletes_nothing() -> None:
     our.turn("e", [1, 2], output=[1], replace=True)
     assert list(our.turn("a", [1, 2], output=[4], replace=True).origin_input_ids) == [1, 2]
     assert list(our.send("f", [5], after="a").origin_input_ids) == [1, 2, 4, 5]
+
+
+def test_c74_a_new_beginning_lets_go_of_the_features_before_it() -> None:
+    """As far as nothing that still runs has them."""
+    our = ours()
+    session = our.controller.get("s")
+    our.turn("a", A_IDS, image(number=0))
+    our.turn("a2", A_IDS, image(number=1))
+    for number in range(2, 6):
+        held = [weak(each.feature) for each in session.engine_items.values()]
+        anew = our.send(f"b{number}", A_IDS, image(number=number), replace=True)
+        late = our.send("late", [7], after="a") if number == 2 else None
+        our.generate(anew, [1])
+        del anew
+        our.queue.clear()
+        gc.collect()
+        alive = [each for each in held if each() is not None]
+        assert (len(session.engine_items), len(alive)) == ((2, 1) if late else (1, 0))
+        if late is not None:
+            our.generate(late, [1])
+            again = our.send("later", [7], after="late")
+            assert refused(again) is None and len(again.multimodal_inputs.mm_items) == 1
+            del again
+        del late, alive
+    assert list(our.send("c", [7], after="b5").origin_input_ids)[-2:] == [1, 7]
 
 
 def test_c41_a_new_beginning_that_fails_leaves_everything() -> None:
@@ -1081,6 +1117,71 @@ def test_c79_a_field_without_a_rule_for_several_turns_is_refused(name: str) -> N
     assert name in str(refused(our.send("a", A_IDS, mm_inputs=given)))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("image_grid_thw", torch.tensor([4, 4])),
+        ("image_grid_thw", "1, 4, 4"),
+        ("image_grid_thw", [[1, 4, 4], [1, 4]]),
+        ("image_grid_thw", []),
+        ("image_grid_thw", torch.tensor([[1.5, 4, 4]])),
+        ("second_per_grid_ts", "soon"),
+        ("second_per_grid_ts", []),
+        ("audio_feature_lens", []),
+        ("audio_feature_lens", ["long"]),
+        ("audio_feature_lens", torch.tensor([2.5])),
+    ],
+)
+def test_an_item_whose_numbers_are_none_is_refused(name: str, value: Any) -> None:
+    our = ours()
+    given = processed(A_IDS, [image()])
+    given.mm_items[0].model_specific_data[name] = value
+    assert refused(our.send("a", A_IDS, mm_inputs=given))
+    given = processed(A_IDS, [image()])
+    given.mrope_positions = given.mrope_positions.tolist()
+    assert refused(our.send("a", A_IDS, mm_inputs=given))
+    assert refused(our.turn("a", A_IDS, image())) is None
+
+
+@pytest.mark.parametrize("name", ["rid", "cache_salt", "extra_key", "lora_id"])
+def test_text_that_is_none_is_refused_before_it_runs(name: str) -> None:
+    our = ours()
+    nodes = len(our.controller.get("s").tree.tree)
+    given: Any = {"rid": "a", "ids": [1, 2], name: "\ud800"}
+    assert refused(our.send(**given))
+    assert len(our.controller.get("s").tree.tree) == nodes
+
+
+@pytest.mark.parametrize("session_id", ["", "\ud800", "x" * 10_000, 5, None])
+def test_a_session_that_cannot_have_its_id_is_not_opened(session_id: Any) -> None:
+    our = ours()
+    assert not our.open(session_id)
+    assert [*our.controller.sessions] == ["s"] and refused(our.turn("a", [1])) is None
+
+
+def test_a_store_that_failed_ends_no_scheduler(caplog: pytest.LogCaptureFixture) -> None:
+    """Requests are served, sessions close and time out; what could not be recorded is logged."""
+    disk = Disk()
+    store = open_on(disk, durability="commit")
+    our = Engine(controller(store=store))
+    for name in ("s", "idle", "ended", "pinned"):
+        assert our.open(name, timeout=5.0)
+        our.turn("a", [1, 2], session_id=name)
+    pinned = our.controller.get("pinned")
+    pinned.tree.pin(pinned.reply("a"))
+    our.controller.tick(0.0)
+    fail(disk, 1, "pwrite", forever=True)
+    served = our.turn("b", [3], after="a")
+    assert list(served.origin_input_ids) == [1, 2, 8, 9, 3] and "not recorded" in caplog.text
+    assert not our.open("new")
+    for name in ("ended", "pinned"):
+        our.close(name)
+    assert set(our.controller.tick(50.0)) == {"s", "idle"}
+    assert not our.controller.sessions and "open again when the store is" in caplog.text
+    assert not our.open("s") and "cannot be opened" in caplog.text
+    let_go(store)
+
+
 def test_a_model_without_media_takes_text_and_says_so() -> None:
     our = ours(scheme=None)
     assert list(our.turn("a", [1, 2]).origin_input_ids) == [1, 2]
@@ -1306,8 +1407,6 @@ def test_killed_and_reopened_it_goes_on_as_if_nothing_had_been(killed_after: int
 
 
 def test_what_to_sglang_makes_of_a_node_is_that_node_in_a_session() -> None:
-    from engine_bridge import to_sglang
-
     outside, our = new_session(), ours()
     node = grow(outside, outside.root, a_turn(), reply(8, 9), a_turn(number=1))
     first, rest = node.path()[1], node
@@ -1327,6 +1426,64 @@ def test_what_to_sglang_makes_of_a_node_is_that_node_in_a_session() -> None:
     assert np.array_equal(prefilled(our.queue[-1], 0, node.stop), node.positions())
 
 
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "glm_image"])  # that one decodes by a plan
+@settings(max_examples=200 if SOAK else 15)
+@given(rng=RANDOMS)
+def test_every_family_stands_where_its_nodes_do(family: str, rng: random.Random) -> None:
+    """C11, C21: prefilled, decoded and retracted, cast once; also where positions and delta are fractional."""
+    history, _ = draw_history(rng, family)
+    try:
+        rule = scheme(f"{family}@sglang", **history.params)
+        session = SessionStore.in_memory().create("s", scheme=rule)
+        node = session.root
+        our = ours(scheme=rule, streaming=rng.random() < 0.5)
+        after, held = None, 0
+        for number, each in enumerate(without_leading_empties(history.turns())):
+            node = session.append(node, list(each.tokens), media=each.media)
+            if node.position_state().open_block is not None or node.stop == held:
+                continue
+            request = to_sglang(node, held, rid=f"r{number}", session_params={"id": "s", "rid": after})
+            with our.intake():
+                our.scheduler.handle_generate_request(request)
+            made = our.queue[-1]
+            assert refused(made) is None
+            output = [rng.randrange(100, 105) for _ in range(rng.randrange(1, 4))]
+            assert np.array_equal(prefilled(made), whole_numbers(node.positions()))
+            with session.draft(node) as draft:
+                draft.extend(output)
+                assert decoded(made).tolist() == whole_numbers(draft.positions(node.stop))[:, 0].tolist()
+                node = draft.commit("length")
+            if made.multimodal_inputs is not None and not made.session.streaming and rng.random() < 0.5:
+                made.output_ids.extend(output)
+                retracted(made)
+                assert np.array_equal(prefilled(made), whole_numbers(node.positions()))
+                made.output_ids = made.output_ids[:0]
+            our.generate(made, output)
+            recorded = our.controller.get("s").reply(f"r{number}")
+            assert np.array_equal(recorded.positions(), node.positions())
+            after, held = f"r{number}", node.stop
+    except Unsupported as error:
+        assert "audio in video" in str(error)
+
+
+def whole_numbers(table: NDArray[Any]) -> NDArray[np.int64]:
+    return np.broadcast_to(table.astype(np.int64), (3, table.shape[1]))
+
+
+def test_c11_a_fractional_delta_is_rounded_down() -> None:
+    ids: Any = {"image_token_id": 90, "video_token_id": 91, "audio_token_id": 92, "vision_start_token_id": 93}
+    rule = scheme("qwen3_omni@sglang", position_id_per_seconds=2, audio_start_token_id=94, **ids)
+    session, our = SessionStore.in_memory().create("s", scheme=rule), ours(scheme=rule)
+    clip = MediaItem("video", bytes(32), [(2, 2)], grid_thw=(2, 2, 2), second_per_grid_ts=0.4)
+    node = session.append(session.root, [8, 8, 91, 91, 8, 8], media=[clip])
+    with our.intake():
+        our.scheduler.handle_generate_request(to_sglang(node, rid="a", session_params={"id": "s"}))
+    made = our.queue[-1]
+    assert node.mrope_position_delta == pytest.approx(-0.2), "the next token stands at 5.8"
+    assert made.multimodal_inputs.mrope_position_delta.tolist() == [[-1]]
+    assert decoded(made).tolist() == [5, 5, 5]
+
+
 def test_streaming_goes_on_after_a_restart(tmp_path: Path) -> None:
     first = Engine(controller(store=SessionStore.open(tmp_path / "one", durability="commit")))
     first.open(streaming=True)
@@ -1335,6 +1492,42 @@ def test_streaming_goes_on_after_a_restart(tmp_path: Path) -> None:
     second = reopened(tmp_path / "one", tmp_path / "two")
     assert second.controller.get("s").streaming
     assert list(second.turn("c", [3]).origin_input_ids) == [1, 8, 9, 2, 8, 9, 3]
+    for each in (first, second):
+        each.controller.store.close()
+
+
+def test_features_come_back_as_they_were(tmp_path: Path) -> None:
+    kinds = engine(REQUESTS)
+    first = Engine(controller(store=SessionStore.open(tmp_path / "one", durability="commit"), keep_features=True))
+    first.open()
+    given = processed(A_IDS, [image()])
+    [item] = given.mm_items
+    item.feature, item.precomputed_embeddings = None, torch.arange(12.0).reshape(4, 3).to(torch.bfloat16)
+    item.format = kinds.MultimodalInputFormat.PRECOMPUTED_EMBEDDING
+    item.model_specific_data |= {
+        "scale": 0.25,
+        "tiles": 3,
+        "thumbnail": True,
+        "mask": torch.ones(2, dtype=torch.bool),
+        "none": None,
+    }
+    first.generate(first.send("a", A_IDS, mm_inputs=given), [8])
+    pixels = processed(A_IDS, [image(number=1)])
+    pixels.mm_items[0].feature = pixels.mm_items[0].feature.to(torch.float8_e4m3fn)
+    first.generate(first.send("b", A_IDS, mm_inputs=pixels, after="a"), [8])
+    second = reopened(tmp_path / "one", tmp_path / "two", keep_features=True)
+    before, after = (each.send("c", [7], after="b").multimodal_inputs.mm_items for each in (first, second))
+    for was, found in zip(before, after, strict=True):
+        assert (found.format, found.hash, found.offsets) == (was.format, was.hash, was.offsets)
+        for name in ("feature", "precomputed_embeddings"):
+            one, two = getattr(was, name), getattr(found, name)
+            assert (one is None) == (two is None)
+            assert one is None or (one.dtype == two.dtype and torch.equal(one.float(), two.float()))
+        own = {name: value for name, value in was.model_specific_data.items() if value is not None}
+        assert own.keys() == found.model_specific_data.keys()
+        for name, value in own.items():
+            assert type(value) is type(found.model_specific_data[name])
+            assert np.array_equal(value, found.model_specific_data[name])
     for each in (first, second):
         each.controller.store.close()
 

@@ -608,6 +608,93 @@ def test_features_that_fit_no_encoder_are_refused() -> None:
         assert (caught.value.item, caught.value.span, caught.value.limit) == (other.media[0], (0, 4), 4)
 
 
+def test_features_repeat_what_their_item_says_and_never_contradict_it() -> None:
+    store = SessionStore.in_memory()
+    session = store.create("s", scheme=vl("sglang"))
+    pixels = np.ones((16, 3), np.float32)
+    node = session.append(session.root, [VIDEO_PAD] * 6, media=[video("a", 0)])
+    [film] = node.media
+    store.put_features(film, {"pixel_values_videos": pixels, "video_grid_thw": np.array(film.grid_thw)})
+    [given] = to_sglang(node, features=True).mm_inputs.mm_items
+    assert given.model_specific_data["video_grid_thw"].tolist() == [list(film.grid_thw or ())]
+    extra = {"note": [1, 2], "weights": np.arange(3)}
+    for number, (name, said) in enumerate(
+        {
+            "image_grid_thw": np.array([[1, 2, 8]]),
+            "note": np.array([1, 2]),
+            "weights": np.arange(3) + 1,
+            "offsets": np.array([[0, 3]]),
+            "features": pixels,
+            "embeddings": np.ones((4, 5)),
+        }.items()
+    ):
+        item = with_extra(image(f"b{number}", 0), extra)
+        node = session.append(session.root, [IMAGE_PAD] * 4, media=[item])
+        given_features = {"pixel_values": pixels, "image_embeds": np.zeros((4, 5)), name: said}
+        if name in ("image_grid_thw", "weights"):
+            del given_features["image_embeds"]
+        store.put_features(node.media[0], given_features)
+        with pytest.raises(Unsupported, match=name):
+            to_sglang(node, features=True)
+
+
+def with_extra(item: MediaItem, extra: Mapping[str, Any]) -> MediaItem:
+    """The item with further fields."""
+    return MediaItem(item.modality, item.identity, item.spans, item.grid_thw, extra=extra)
+
+
+def test_audio_in_video_is_refused_since_sglang_would_lose_the_audio() -> None:
+    ids = {"image": IMAGE_PAD, "video": VIDEO_PAD, "vision_start": VISION_START, "vision_end": VISION_END}
+    ids |= {"audio": 60, "audio_start": 61, "audio_end": 62}
+    params: Any = {f"{name}_token_id": token for name, token in ids.items()}
+    rule = scheme("qwen3_omni@hf5", position_id_per_seconds=13, **params)
+    film = MediaItem("video", identity("a"), [(0, 1)], (2, 4, 4), second_per_grid_ts=1.0, audio_feature_length=100)
+    count = rule.num_placeholders(film)
+    session = SessionStore.in_memory().create("s", scheme=rule)
+    tokens = [VISION_START, 61, *[VIDEO_PAD] * count, 62, VISION_END]
+    node = session.append(session.root, tokens, media=[film.with_spans([(2, count)])])
+    with pytest.raises(Unsupported, match="audio in video") as caught:
+        to_sglang(node)
+    assert caught.value.item == node.media[0]
+
+
+# --- sampling and session parameters --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", ["END", "\N{ROCKET}", ["a", "é\N{ROCKET}"]])
+def test_stop_strings_are_normalised_and_measured_by_their_bytes(stop: Any) -> None:
+    _, node = one_image()
+    params = through_the_wire(
+        to_sglang(node, sampling_params={"stop": stop, "stop_regex": "a+", "min_new_tokens": 3})
+    ).sampling_params
+    strings = [stop] if isinstance(stop, str) else stop
+    assert (params.stop_strs, params.is_normalized, params.min_new_tokens) == (strings, True, 3)
+    assert params.stop_str_max_len == max(len(text.encode()) for text in strings), "no tokenizer makes more tokens of it"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"stop_regex": "("}, {"stop": ["x"] * 10**4}, {"max_new_tokens": -5}, {"top_p": 2.0}, {"temperature": math.nan}],
+    ids=str,
+)
+def test_sampling_parameters_that_sglang_refuses_are_unsupported(given: dict[str, Any]) -> None:
+    _, node = one_image()
+    with pytest.raises(Unsupported, match="sampling_params"):
+        to_sglang(node, sampling_params=given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"id": 5}, {"id": "\ud800"}, {"rid": 5}, {"offset": "6"}, {"offset": 6.0}, {"replace": "yes"}, {"rid": b"x"}],
+    ids=ascii,
+)
+def test_session_parameters_have_the_types_that_sglangs_messages_have(given: dict[str, Any]) -> None:
+    _, node = one_image()
+    for params in ({"id": "chat", **given}, engine(MESSAGES).SessionParams(**{"id": "chat", **given})):
+        with pytest.raises(TypeError):
+            to_sglang(node, 6, session_params=params)
+
+
 # --- refusals -------------------------------------------------------------------------------------------------------------------
 
 
@@ -676,6 +763,9 @@ def test_image_generation_decodes_by_a_plan_outside_sessions() -> None:
     node = session.append(session.root, [10, *[9] * 4, 11, 7, 10], media=media)
     plan = node.scheme.decode_positions(node.position_state(), [(1, 2, 3)])
     request = to_sglang(node, target_grids=[(1, 2, 3)])
+    grids: Any = np.array([(1, 2, 3), (1, 1, 2)])
+    two = node.scheme.decode_positions(node.position_state(), grids.tolist())
+    assert to_sglang(node, target_grids=grids).mm_inputs.mrope_positions[:, node.stop :].tolist() == two.tolist()
     assert request.mm_inputs.mrope_positions.tolist() == np.concatenate((node.positions(), plan), axis=1).tolist()
     made = accepted(request)
     assert prefilled(made).tolist() == node.positions().tolist()

@@ -620,6 +620,10 @@ def test_timestamps_are_vllms_or_the_prompt_is_refused(family: str) -> None:
     ):
         with pytest.raises(Unsupported, match=r"frame (2|3)"):
             to_vllm_prompt(node, timestamp_ids=wrong)
+    for change in (str, float):  # equal as numbers, and no ids
+        unlike: Any = lambda item, change=change: [list(map(change, text)) for text in right(item)]  # noqa: E731
+        with pytest.raises(TypeError):
+            to_vllm_prompt(node, timestamp_ids=unlike)
 
 
 def test_ernie_needs_the_id_of_one_item() -> None:
@@ -635,6 +639,14 @@ def test_ernie_needs_the_id_of_one_item() -> None:
     with pytest.raises(TypeError):
         to_vllm_prompt(node, compact_ids=wrong)
     assert to_vllm_prompt(node, compact_ids=COMPACT_IDS["ernie4_5_vl"])["prompt_token_ids"] == script.compact
+    for wrong, error in (
+        ({"image": -1, "video": ONE_VIDEO}, OutOfRange),
+        ({"image": ONE_IMAGE, "video": 2**31}, OutOfRange),
+        ({**COMPACT_IDS["ernie4_5_vl"], "images": 5}, Unsupported),
+        ([("image", ONE_IMAGE)], TypeError),
+    ):
+        with pytest.raises(error):
+            to_vllm_prompt(node, compact_ids=wrong)
 
 
 def test_an_id_that_vllm_would_take_for_an_item_is_refused_and_is_text_to_the_engine_input() -> None:

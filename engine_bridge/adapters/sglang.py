@@ -12,6 +12,7 @@ passed on from the caller, left to the engine, or refused. SGLang is imported wh
 from __future__ import annotations
 
 import math
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -21,6 +22,8 @@ import torch
 from numpy.typing import NDArray
 from pyrsistent import PMap
 
+from engine_bridge.adapters.sglang_media import tensor_of
+from engine_bridge.adapters.sglang_params import check_types
 from engine_bridge.adapters.sglang_sessions import SessionTreeController
 from engine_bridge.policies import PlacedItem, Prompt, prompt_of
 from engine_bridge.request import held_features
@@ -28,6 +31,7 @@ from sessiontree import Draft, Features, MediaItem, MediaSpanError, Node, OutOfR
 from sessiontree.details import TailPolicy
 from sessiontree.frozen import checked_text
 from sessiontree.positions import Mode, known_schemes
+from sessiontree.tokens import MAX_TOKEN_ID
 
 __all__ = ["ITEM_FIELDS", "LOST_IN_SESSIONS", "OUTPUT_FIELDS", "REQUEST_FIELDS", "SessionTreeController", "to_sglang"]
 
@@ -128,13 +132,13 @@ def to_sglang(
     that the node will record. ``target_grids``: of images to be generated (glm_image); their plan follows the tokens' positions.
     ``features``: bring along what the store holds of every item, an encoder's output before its input. ``cache_salt``: by default
     the namespace's, as is the LoRA adapter; no engine knows of a tenant. ``rid``: by default a draft's key. ``sampling_params``: a
-    ``SamplingParams``, taken as it is, or a mapping of its fields. ``tail_policy``, ``paired_calls``: as for
+    ``SamplingParams``, taken as it is, or a mapping of its fields, which SGLang checks. ``tail_policy``, ``paired_calls``: as for
     :func:`~engine_bridge.policies.prompt_of`. ``fields``: any other field of the request by its name.
 
     Nothing in the request is shared with a node. Raises Unsupported for schemes that SGLang does not run, fields that are refused,
-    fields that SGLang's sessions lose, another salt or LoRA than the namespace's, and positions that a session would not
-    reproduce; NeedsMedia; MediaSpanError for embeddings of another length than their item; what prompt_of raises; TypeError;
-    ImportError without SGLang.
+    fields that SGLang's sessions lose, sampling parameters that SGLang refuses, another salt or LoRA than the namespace's,
+    positions that a session would not reproduce, audio in video, and features that contradict their item or each other; NeedsMedia;
+    MediaSpanError for embeddings of another length than their item; what prompt_of raises; TypeError; ImportError without SGLang.
     """
     prompt = prompt_of(node, prefix_len, tail_policy=tail_policy, paired_calls=paired_calls)
     scheme, namespace = node.scheme, node.namespace if isinstance(node, Node) else node.parent.namespace
@@ -146,6 +150,8 @@ def to_sglang(
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     session = _as(SessionParams, session_params, "session_params")
+    if session is not None:
+        check_types(session)
     in_session = session is not None and session.id is not None
     _check_session(prompt, session if in_session else None, fields, target_grids)
     if fields.get("lora_id") is not None and namespace.lora is None:
@@ -208,8 +214,20 @@ def _sampling(kind: type[Any], given: Any) -> Any:
     if isinstance(given, kind):
         return given
     made = _as(kind, {} if given is None else given, "sampling_params")
-    made.normalize(None)  # without a tokenizer stop strings are measured by their characters, which is never too short
+    try:
+        made.normalize(_LongestTokens)
+        made.verify(MAX_TOKEN_ID + 1)
+    except (ValueError, re.error) as error:
+        raise Unsupported(f"sampling_params: {error}", sampling_params=given) from error
     return made
+
+
+class _LongestTokens:
+    """In place of a tokenizer, which SGLang measures stop strings with: a token for each byte, and no tokenizer makes more."""
+
+    @staticmethod
+    def encode(text: str, *, add_special_tokens: bool) -> bytes:
+        return text.encode()
 
 
 def _check_session(prompt: Prompt, session: Any, fields: Mapping[str, Any], target_grids: Sequence[Any]) -> None:
@@ -229,7 +247,7 @@ def _check_session(prompt: Prompt, session: Any, fields: Mapping[str, Any], targ
             value=session.offset,
             limit=prompt.prefix_len,
         )
-    if target_grids:
+    if len(target_grids):
         raise Unsupported(f"{prompt.source!r}: SGLang's sessions take the columns of tokens to come for tokens of the turn")
     lost = sorted(name for name in fields.keys() & LOST_IN_SESSIONS if fields[name] not in (None, False))
     if lost:
@@ -242,7 +260,7 @@ def _mm_inputs(prompt: Prompt, mode: Mode, features: bool, target_grids: Sequenc
 
     scheme = prompt.source.scheme
     table, delta, plain = _positions(prompt, mode, in_session)
-    if target_grids:
+    if len(target_grids):
         plan = scheme.decode_positions(prompt.position_state(mode), target_grids)
         table, plain = np.concatenate((table, plan.astype(np.int64)), axis=1), False
     if not prompt.media and plain:
@@ -290,6 +308,8 @@ def _item(placed: PlacedItem, features: Features | None) -> Any:
     from sglang.srt.multimodal.modality import Modality, MultimodalInputFormat
 
     item = placed.item
+    if item.modality == "video" and item.audio_feature_length is not None:
+        raise Unsupported(f"{item}: SGLang 0.5.23 has no audio in video; its encoders give a video or an audio", item=item)
     own = MultimodalDataItem(
         modality=Modality[item.modality.upper()],
         offsets=[(start, stop - 1) for start, stop in placed.spans],
@@ -298,9 +318,8 @@ def _item(placed: PlacedItem, features: Features | None) -> Any:
     own.set_identity(item.identity)
     if features is None:
         return own
-    tensors = {name: _tensor(features, name) for name in features}
-    embeddings = next((name for name in _EMBEDDINGS if name in tensors), None)
-    pixels = next((name for name in _PIXELS if name in tensors), None)
+    tensors = {name: tensor_of(features, name) for name in features}
+    embeddings, pixels = (_only(item, tensors, names) for names in (_EMBEDDINGS, _PIXELS))
     if embeddings is not None:
         rows, count = len(tensors[embeddings]), sum(stop - start for start, stop in placed.spans)
         if tensors[embeddings].ndim != 2 or rows != count:
@@ -322,8 +341,29 @@ def _item(placed: PlacedItem, features: Features | None) -> Any:
         )
     for name, tensor in tensors.items():
         if name not in (*_PIXELS, *_EMBEDDINGS):
-            own.model_specific_data[name] = tensor
+            _check_alike(item, name, own.model_specific_data.get(name), tensor)
+            own.model_specific_data.setdefault(name, tensor)
     return own
+
+
+def _only(item: MediaItem, tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> str | None:
+    """Which of these names the features have. Raises Unsupported for two of them, of which SGLang's item has one."""
+    found = [name for name in names if name in tensors]
+    if len(found) > 1:
+        raise Unsupported(f"{item}: of its features {' and '.join(found)} SGLang takes one, and nothing says which", item=item)
+    return found[0] if found else None
+
+
+def _check_alike(item: MediaItem, name: str, said: Any, held: torch.Tensor) -> None:
+    """Whether features repeat what an item says itself, or a field of SGLang's item. Raises Unsupported."""
+    if name in ITEM_FIELDS:
+        raise Unsupported(
+            f"{item}: its features {name!r} have the name of a field that SGLang's item has from elsewhere", item=item
+        )
+    if said is None:
+        return
+    if not isinstance(said, torch.Tensor) or not torch.equal(said.reshape(-1), held.reshape(-1).to(said.dtype)):
+        raise Unsupported(f"{item}: its features say another {name} than the item itself", item=item, field=name)
 
 
 def _described(item: MediaItem) -> dict[str, Any]:
@@ -353,13 +393,6 @@ def _thawed(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return torch.tensor(value)
     return value
-
-
-def _tensor(features: Features, name: str) -> torch.Tensor:
-    tensor = torch.tensor(features[name])
-    dtype = features.dtype(name)
-    known = getattr(torch, dtype, None)  # bfloat16 and float8, which NumPy has not, are read as the bits they are
-    return tensor if known in (None, tensor.dtype) else tensor.view(known)
 
 
 def _held(prompt: Prompt) -> tuple[Features, ...]:

@@ -14,16 +14,19 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine_bridge.adapters.pending import PendingPrompt
 from sessiontree import Features, MediaItem, MediaSpanError, Node, Unsupported, media_identity
-from sessiontree.frozen import to_numpy
+from sessiontree.frozen import frozen_array
 from sessiontree.node import deepest_to, lowest_common_ancestor
 from sessiontree.positions import PositionScheme
 
 #: What an item holds beside its model_specific_data; names of features that are kept.
 FEATURES: Final = ("feature", "precomputed_embeddings")
 DATA: Final = "data."  # what the names of those begin with that come from model_specific_data
+SCALAR: Final = "scalar."  # likewise, of those that are Python's numbers there
+FORMAT: Final = "format"  # in ASCII
 
 
 @cache
@@ -38,6 +41,7 @@ def sglang() -> SimpleNamespace:
         FINISH_ABORT=requests.FINISH_ABORT,
         Modality=requests.Modality,
         MultimodalDataItem=requests.MultimodalDataItem,
+        MultimodalInputFormat=requests.MultimodalInputFormat,
         MultimodalInputs=requests.MultimodalInputs,
         OpenSessionReqOutput=messages.OpenSessionReqOutput,
         Req=requests.Req,
@@ -49,7 +53,7 @@ def media_item(item: Any, prefix_len: int = 0) -> MediaItem:
 
     Identity is the item's own 32 bytes, or made of its sentinels, which the engine's caches go by, with shape and type of what it
     holds; then the sentinels are kept in ``extra``. Raises MediaSpanError for offsets that are none or before the turn,
-    Unsupported for several grids in one item.
+    Unsupported for several grids in one item, what a MediaItem raises, TypeError.
     """
     kind = item.modality.name.lower()
     if not item.offsets:
@@ -64,10 +68,9 @@ def media_item(item: Any, prefix_len: int = 0) -> MediaItem:
     data = item.model_specific_data
     grid = data.get(f"{kind}_grid_thw")
     if grid is not None:
-        rows = np.asarray(to_numpy(grid)).reshape(-1, 3)
-        if len(rows) != 1:
-            raise Unsupported(f"a {kind} item with {len(rows)} grids; a session takes one item for each {kind}", item=item)
-        grid = rows[0]
+        grid = _numbers(grid, f"a {kind}'s grid")
+        if len(grid) > 3:
+            raise Unsupported(f"a {kind} item with {len(grid) // 3} grids; a session takes one item for each {kind}", item=item)
     item.set_pad_value()
     identity, extra = item.identity, None
     if identity is None:
@@ -82,22 +85,44 @@ def media_item(item: Any, prefix_len: int = 0) -> MediaItem:
         identity,
         spans,
         grid_thw=grid,
-        second_per_grid_ts=None if seconds is None else float(np.asarray(to_numpy(seconds)).reshape(-1)[0]),
-        audio_feature_length=None if length is None else int(np.asarray(to_numpy(length)).reshape(-1)[0]),
+        second_per_grid_ts=None if seconds is None else float(_numbers(seconds, "second_per_grid_ts")[0]),
+        audio_feature_length=None if length is None else _numbers(length, "audio_feature_lens")[0],
         extra=extra,
     )
 
 
+def _numbers(given: Any, what: str) -> NDArray[Any]:
+    """A tensor, an array, a list or a number as (n,) numbers, at least one. Raises TypeError for anything else."""
+    numbers = frozen_array(given).reshape(-1)
+    if numbers.dtype.kind not in "iuf" or not len(numbers):
+        raise TypeError(f"{what} is numbers, not {type(given).__name__} of {numbers.dtype}, {len(numbers)} values")
+    return numbers
+
+
+def kept_features(held: Any) -> dict[str, Any]:
+    """What a store keeps of SGLang's item, by the names that :func:`engine_item` reads. The store refuses what is no array."""
+    values = {name: value for name in FEATURES if (value := getattr(held, name)) is not None}
+    values[FORMAT] = np.frombuffer(held.format.name.encode(), np.uint8)
+    for name, value in held.model_specific_data.items():
+        if isinstance(value, (bool, int, float)):
+            values[SCALAR + name] = np.asarray(value)
+        elif value is not None:
+            values[DATA + name] = value
+    return values
+
+
 def engine_item(item: MediaItem, features: Features) -> Any:
-    """SGLang's item as it was before a restart."""
+    """SGLang's item as it was before a restart, of what :func:`kept_features` gave."""
     engine = sglang()
-    arrays = {name: torch.from_numpy(np.array(features[name])) for name in features}
-    data = {name[len(DATA) :]: value for name, value in arrays.items() if name.startswith(DATA)}
+    data = {name[len(DATA) :]: tensor_of(features, name) for name in features if name.startswith(DATA)}
+    data |= {name[len(SCALAR) :]: features[name].item() for name in features if name.startswith(SCALAR)}
     made = engine.MultimodalDataItem(
         modality=engine.Modality[item.modality.upper()],
         model_specific_data=data,
-        **{name: arrays.get(name) for name in FEATURES},
+        **{name: tensor_of(features, name) for name in FEATURES if name in features},
     )
+    if FORMAT in features:
+        made.format = engine.MultimodalInputFormat[features[FORMAT].tobytes().decode()]
     extra = item.extra
     if "sglang_pad_values" in extra:
         said = extra["sglang_hash"]
@@ -107,6 +132,14 @@ def engine_item(item: MediaItem, features: Features) -> Any:
     else:
         made.set_identity(item.identity)
     return made
+
+
+def tensor_of(features: Features, name: str) -> torch.Tensor:
+    """A tensor of its own, in the dtype that was put."""
+    tensor = torch.tensor(features[name])
+    dtype = features.dtype(name)
+    known = getattr(torch, dtype, None)  # bfloat16 and float8, which NumPy has not, are read as the bits they are
+    return tensor if known in (None, tensor.dtype) else tensor.view(known)
 
 
 def placed(item: Any, offsets: list[tuple[int, int]]) -> Any:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from sessiontree import OutOfRange, UnknownNode, Unsupported
+from sessiontree.frozen import checked_text
 from sessiontree.tokens import as_index
 
-__all__ = ["Context", "Continuation", "continuation"]
+__all__ = ["Context", "Continuation", "check_types", "continuation"]
 
 _PARAMS: Final = (("rid", str), ("offset", int), ("replace", bool), ("drop_previous_output", bool))
 
@@ -93,6 +94,14 @@ def continuation(
             raise OutOfRange(f"offset {offset} outside the {length} tokens of context behind {rid!r}", value=offset, limit=length)
         length = kept
     return Continuation(rid, length, () if found.finished else (rid,))
+
+
+def check_types(params: Any) -> None:
+    """Whether SGLang's SessionParams, or a mapping with the same names, hold what these fields are. Raises TypeError."""
+    for name, kind in (("id", str), *_PARAMS):
+        value = _param(params, name, kind)
+        if kind is str and value is not None:
+            checked_text(value, name)
 
 
 def _param(params: Any, name: str, kind: type) -> Any:

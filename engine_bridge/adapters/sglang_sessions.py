@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine_bridge.adapters.pending import PendingPrompt
-from engine_bridge.adapters.sglang_media import DATA, FEATURES, Layout, engine_item, media_item, placed, sglang
+from engine_bridge.adapters.sglang_media import Layout, engine_item, kept_features, media_item, placed, sglang
 from engine_bridge.adapters.sglang_params import Context, continuation
 from sessiontree import (
     KeyTaken,
@@ -44,10 +44,12 @@ from sessiontree import (
     SessionExists,
     SessionStore,
     SessionTreeError,
+    StoreFailed,
     UnknownHead,
     Unsupported,
 )
 from sessiontree.details import TailPolicy
+from sessiontree.frozen import checked_text, freeze_metadata
 from sessiontree.positions import PositionScheme
 from sessiontree.tokens import token_array, token_bytes
 
@@ -196,15 +198,15 @@ class SessionTreeController:
         else:
             try:
                 tree = self.store.create(session_id, **self._session_options)
-            except (SessionExists, OutOfRange) as error:
-                logger.warning("session %s cannot be opened: %s", session_id, error)
-            else:
                 opened = {
                     "capacity_of_str_len": recv_req.capacity_of_str_len,
                     "streaming": bool(recv_req.streaming),
                     "timeout": recv_req.timeout,
                 }
                 _say(tree, _OPENED, opened)
+            except (SessionExists, OutOfRange, StoreFailed, TypeError) as error:
+                logger.warning("session %.100r cannot be opened: %s", session_id, error)
+            else:
                 self._take_up(tree)
                 success = True
         return sglang().OpenSessionReqOutput(session_id=session_id, success=success)
@@ -235,13 +237,18 @@ class SessionTreeController:
         if self.tree_cache is not None:
             self.tree_cache.release_radix_session(session_id)
             self.tree_cache.release_session(session_id)
-        if not session.tree.closed:
+        if session.tree.closed:
+            return
+        try:
             try:
                 self.store.drop(session_id)
             except NodeHeld as error:
                 logger.info("session %s is closed, and stays in the store: %s", session_id, error)
                 _say(session.tree, _OPENED, {})
                 session.tree.close()
+        except StoreFailed as error:
+            logger.error("session %s is closed here, and open again when the store is opened again: %s", session_id, error)
+            session.tree.close()
 
     def maybe_reap(self, now: float, interval: float = 1.0) -> None:
         """Tell it the time, as the scheduler does before it takes requests; :meth:`tick`, once every ``interval``."""
@@ -389,6 +396,7 @@ class TreeSession:
                 raise Unsupported(f"{name} counts or replaces the tokens of one turn; a session's request cannot have it")
         if self.tree.closed:
             raise Unsupported(f"session {self.session_id!r} was closed")
+        checked_text(req.rid, "rid")
         running = self.in_flight()
         if self.context_of(req.rid) is not None:
             raise KeyTaken(f"session {self.session_id!r} has a request {req.rid!r} already", key=req.rid, node=self.reply(req.rid))
@@ -411,6 +419,7 @@ class TreeSession:
         recorded = {name: getattr(req, name) for name in RECORDED if getattr(req, name) is not None}
         if where.rid is not None:
             recorded["continues"] = where.rid
+        freeze_metadata(recorded)  # what could not be recorded with the reply is no request
         awaited = None
         if req.mm_inputs is None:
             prompt = prompt.extended(ids, limit=self.prompt_limit)
@@ -497,10 +506,20 @@ class TreeSession:
         if model != self.model:
             self.model = model
             _say(tree, _MODEL, model)
+        if attempt.forgets:
+            self._forget_items()
         for content, (item, with_features) in attempt.engine_items.items():
             self.engine_items.setdefault(content, with_features)
             if self.controller.keep_features:
                 self._keep_features(item, with_features)
+
+    def _forget_items(self) -> None:
+        """Let go of SGLang's items that no path to a head, and none that is generated behind, has any more."""
+        tips = [*self.tree.heads.values(), *(attempt.prompt.node for attempt in tuple(self._attempts.values()))]
+        reached = {item.content() for tip in tips for item, *_ in tip.media_spans()}
+        self.engine_items = {content: held for content, held in self.engine_items.items() if content in reached}
+        if all(attempt.layout is not self._layout for attempt in tuple(self._attempts.values())):
+            self._layout = Layout(self.tree.scheme)
 
     def engine_item(self, item: MediaItem) -> Any:
         """SGLang's item for one of a finished request, with its features. Raises NeedsMedia where nobody holds those."""
@@ -514,11 +533,8 @@ class TreeSession:
         return found
 
     def _keep_features(self, item: MediaItem, held: Any) -> None:
-        values = {name: getattr(held, name) for name in FEATURES}
-        values |= {DATA + name: value for name, value in held.model_specific_data.items()}
-        arrays = {name: np.asarray(value) if isinstance(value, (bool, int, float)) else value for name, value in values.items()}
         try:
-            self.controller.store.put_features(item, {name: value for name, value in arrays.items() if value is not None})
+            self.controller.store.put_features(item, kept_features(held))
         except (SessionTreeError, TypeError) as error:
             logger.warning("features of %s are held by this process alone: %s", item, error)
 
@@ -643,7 +659,8 @@ class Attempt:
             setattr(inputs, name, said)
         if self.prompt.node.scheme.num_axes > 1:
             inputs.mrope_positions = self.layout.table()
-            inputs.mrope_position_delta = torch.tensor([[self.prompt.mrope_position_delta]])
+            delta = math.floor(self.prompt.mrope_position_delta)  # SGLang cuts fractions off, which is upwards for negative ones
+            inputs.mrope_position_delta = torch.tensor([[delta]], dtype=torch.int64)
         return inputs
 
     def positions_with(self, table: torch.Tensor, output_ids: array[int]) -> torch.Tensor:
@@ -700,9 +717,14 @@ def _derived(base: type) -> type:
 
 
 def _check_table(given: Any, before: PendingPrompt, after: PendingPrompt) -> None:
-    """Whether positions that SGLang's processor computed for the turn alone are those of the scheme. Raises PositionError."""
+    """Whether positions that SGLang's processor computed for the turn alone are those of the scheme.
+
+    Raises PositionError, TypeError.
+    """
     if given is None:
         return
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"a table of positions is a tensor, not {type(given).__name__}")
     scheme, count = before.node.scheme, after.stop - before.stop
     if tuple(given.shape) != (scheme.num_axes, count):
         raise PositionError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import numpy as np
 import torch
@@ -19,8 +19,9 @@ from engine_bridge.policies import Prompt, prompt_of
 from engine_bridge.vllm_ranges import VLLMRange, placeholder_name, token_id, vllm_ranges
 from sessiontree import Draft, Features, MediaItem, NeedsMedia, Node, OutOfRange, Unsupported
 from sessiontree.details import TailPolicy
+from sessiontree.media import Modality
 from sessiontree.positions.runs import is_external
-from sessiontree.tokens import as_index
+from sessiontree.tokens import MAX_TOKEN_ID, in_range, token_array, token_bytes
 
 EngineInput = dict[str, Any]  # vLLM's TypedDicts: TokensInput and MultiModalInput
 TokensPrompt = dict[str, Any]
@@ -142,13 +143,19 @@ def to_vllm_prompt(
 
     Raises as :func:`to_vllm`, and Unsupported, naming the item or the index, where vLLM's expansion would be another: without
     ``compact_ids`` or ``timestamp_ids`` where they are needed, where timestamps differ, and where an id that stands for an item
-    stands outside every item too; and for features that a prompt cannot take: pixels, and videos, of which it loses the times.
+    stands outside every item too; for ``compact_ids`` of what is no modality; and for features that a prompt cannot
+    take: pixels, and videos, of which it loses the times. OutOfRange, TypeError for what are no token ids.
     """
     from vllm.inputs import TokensPrompt as Prompted
 
     prompt, ranges = _checked(node, 0, tail_policy, paired_calls)
     ids = _written(prompt, ranges)
-    compact = {placed.item.modality: _compact_id(node, placed.item, compact_ids or {}) for placed in ranges}
+    compact_ids = {} if compact_ids is None else compact_ids
+    if not isinstance(compact_ids, Mapping):
+        raise TypeError(f"compact_ids are a mapping from modalities to ids, not {type(compact_ids).__name__}")
+    if unknown := compact_ids.keys() - get_args(Modality):
+        raise Unsupported(f"compact_ids for {', '.join(sorted(map(str, unknown)))}; an item is {' or '.join(get_args(Modality))}")
+    compact = {placed.item.modality: _compact_id(node, placed.item, compact_ids) for placed in ranges}
     if len(set(compact.values())) < len(compact):
         raise Unsupported(f"vLLM tells items of a prompt apart by their ids, and {compact} are not apart", item=ranges[0].item)
     pieces: list[Any] = []
@@ -230,7 +237,7 @@ def _mask(placed: VLLMRange) -> torch.Tensor | None:
 
 def _compact_id(node: Node | Draft, item: MediaItem, given: Mapping[str, int]) -> int:
     if item.modality in given:
-        return as_index(given[item.modality], "compact_ids")
+        return in_range(given[item.modality], MAX_TOKEN_ID, "compact_ids", item)
     if node.scheme.family == "ernie4_5_vl":
         raise Unsupported(f"{item}: vLLM's prompts have an id of their own for one {item.modality}; give compact_ids", item=item)
     return token_id(node.scheme, f"{item.modality}_token_id", item)
@@ -244,7 +251,7 @@ def _check_timestamps(ids: Any, placed: VLLMRange, timestamp_ids: TimestampIds |
     if timestamp_ids is None:
         raise Unsupported(f"{item}: vLLM writes its timestamps anew, and nobody says how; give timestamp_ids", item=item)
     ours = [ids[start:stop].tolist() for start, stop in placed.texts]
-    theirs = [list(map(int, text)) for text in timestamp_ids(item)]
+    theirs = [token_array(token_bytes(text)).tolist() for text in timestamp_ids(item)]
     if ours != theirs:
         frame = next(
             (frame for frame, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), min(len(ours), len(theirs))

@@ -424,7 +424,7 @@ class InputStager:
         return ExtendBatch(self, count, tokens, (starts, stops), tuple(found.spans), mode)
 
     def _named_slots(self, slots: Any, count: int) -> NDArray[np.int32]:
-        named = np.frombuffer(token_bytes(slots), WORD)
+        named = _slot_numbers(slots)
         if len(named) != count:
             raise TypeError(f"{count} nodes and slots for {len(named)}")
         return named
@@ -674,42 +674,45 @@ class InputStager:
         taken = None if counts is None else self._counts(counts, named, width)
         self._update(named, taken, tokens.reshape(len(named), width), width)
 
-    def rollback(self, slots: Any, counts: Any) -> None:
-        """Take the last ``counts`` tokens, (B,) ints, of the paths of ``slots`` back, each slot named once.
+    def rollback(self, slots: Any, seq_lens: Any) -> None:
+        """Take the paths of ``slots``, each named once, back to ``seq_lens`` tokens: (B,) ints, such as the ``stop`` of each draft.
 
-        Raises OutOfRange below the length that a slot was admitted with, LimitExceeded where the token that the next step needs is
-        no longer held (a path keeps its last ``2 * max_decode_width`` tokens or more), TypeError; nothing is taken back then. An
-        interrupt does as in :meth:`advance`.
+        Raises OutOfRange for a length above the path's or below the one that its slot was admitted with, LimitExceeded where the
+        token that the next step needs is no longer held (a path keeps its last ``2 * max_decode_width`` tokens or more), TypeError;
+        nothing is taken back then. An interrupt does as in :meth:`advance`.
         """
         named = self._distinct_slots(slots)
-        back = self._counts(counts, named, None)
-        after = self._lengths[named] - back
-        short = np.flatnonzero(after < self._shortest[named])
-        if len(short):
-            slot, value = int(named[short[0]]), int(back[short[0]])
-            length, least = int(self._lengths[slot]), int(self._shortest[slot])
-            raise OutOfRange(
-                f"slot {slot}: {value} tokens back from {length}; it was admitted with {least}", value=value, limit=length - least
-            )
-        gone = np.flatnonzero(self._longest[named] - after > self._ring_size - 1)
-        if len(gone):
-            at = gone[0]
-            raise LimitExceeded(
-                f"slot {named[at]}: {back[at]} tokens back; of its last {self._ring_size} one must stay",
-                value=int(back[at]),
-                limit=self._ring_size - 1,
-            )
-        self._update(named, -back, None, 0)
+        after = self._lengths_given(seq_lens, named)
+        for wrong, error in (
+            ((after < self._shortest[named]) | (after > self._lengths[named]), OutOfRange),
+            (self._longest[named] - after > self._ring_size - 1, LimitExceeded),
+        ):
+            found = np.flatnonzero(wrong)
+            if len(found):
+                slot, value = int(named[found[0]]), int(after[found[0]])
+                most = int(self._lengths[slot])
+                least = max(int(self._shortest[slot]), int(self._longest[slot]) - self._ring_size + 1)
+                raise error(
+                    f"slot {slot} can go back to {least}..{most} tokens, not to {value}: no further than it was admitted with, nor "
+                    f"than the last {self._ring_size} that it had",
+                    value=value,
+                    limit=most if value > most else least,
+                )
+        self._update(named, after - self._lengths[named], None, 0)
 
-    def _counts(self, counts: Any, named: NDArray[np.int32], most: int | None) -> NDArray[np.int64]:
-        given = np.frombuffer(token_bytes(counts), WORD).astype(np.int64)
+    def _lengths_given(self, numbers: Any, named: NDArray[np.int32]) -> NDArray[np.int64]:
+        """A number for each slot."""
+        given = np.frombuffer(token_bytes(numbers), WORD).astype(np.int64)
         if len(given) != len(named):
-            raise TypeError(f"{len(named)} slots and counts for {len(given)}")
-        over = np.flatnonzero(given > (2**31 if most is None else most))
+            raise TypeError(f"{len(named)} slots and numbers for {len(given)}")
+        return given
+
+    def _counts(self, counts: Any, named: NDArray[np.int32], most: int) -> NDArray[np.int64]:
+        given = self._lengths_given(counts, named)
+        over = np.flatnonzero(given > most)
         if len(over):
-            raise OutOfRange(
-                f"slot {named[over[0]]} is to take {given[over[0]]} of {most} tokens", value=int(given[over[0]]), limit=most
-            )
+            slot, value = int(named[over[0]]), int(given[over[0]])
+            raise OutOfRange(f"slot {slot} is to take {value} of {most} tokens", value=value, limit=most)
         return given
 
     def _update(self, named: NDArray[np.int32], counts: NDArray[np.int64] | None, rows: Any, width: int) -> None:
@@ -791,7 +794,7 @@ class InputStager:
 
     def _slots(self, slots: Any, unique: bool = False) -> NDArray[np.int32]:
         """``slots`` as an array. Raises TypeError, OutOfRange for one outside 0..max_requests - 1 and, if asked, named twice."""
-        named = np.frombuffer(token_bytes(slots), WORD)
+        named = _slot_numbers(slots)
         if len(named) and int(named.max()) >= self.max_requests:
             at = int(named.argmax())
             raise OutOfRange(
@@ -870,6 +873,15 @@ def _is_part(rows: torch.Tensor, sampled: torch.Tensor) -> bool:
 def _packer(count: int) -> Callable[..., None]:
     """Writes so many ints to a buffer, as words from a byte on."""
     return struct.Struct(f"<{count}i").pack_into
+
+
+def _slot_numbers(slots: Any) -> NDArray[np.int32]:
+    """Any ints in 0..2**31 - 1. Raises TypeError, OutOfRange."""
+    try:
+        return np.frombuffer(token_bytes(slots), WORD)
+    except OutOfRange as error:
+        value, limit = error.value, error.limit
+        raise OutOfRange(f"slot {shown(value)} outside 0..{limit}", value=value, limit=limit) from None
 
 
 def _capacity(value: Any, what: str) -> int:

@@ -52,7 +52,9 @@ def compare(family: str, rule: str, seed: int, by_kernels: Callable[..., InputSt
                 tokens = np.array([[rng.randrange(2**31) for _ in range(3)] for _ in step], np.int64).reshape(len(step), 3)
                 for stager in (one, two):
                     stager.advance(step, torch.from_numpy(tokens).to(stager.device) if width == 2 else tokens, counts)
-                    stager.rollback(step, [min(count, 2) for count in counts])
+                    stager.rollback(
+                        step, [int(stager._lengths[slot]) - min(count, 2) for slot, count in zip(step, counts, strict=True)]
+                    )
                     stager.decode(step, width)
                 same(one, two, (family, rule, seed, "decode"))
                 for turn in range(4):  # the same slots again and again, with tokens that are on the device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import attrs
@@ -11,11 +12,12 @@ import pytest
 import torch
 from transformers import DynamicCache, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from engine_bridge import RequestInputs, request_inputs, to_transformers
+from engine_bridge import RequestInputs, request_inputs, to_sglang, to_transformers, to_vllm
 from sessiontree import (
     Draft,
     MediaItem,
     MediaSpanError,
+    NeedsExtra,
     NeedsMedia,
     Node,
     OutOfRange,
@@ -433,3 +435,35 @@ def test_one_request_may_come_as_a_sequence() -> None:
         one, listed = to_transformers(holder), to_transformers([holder])
         assert one.keys() == listed.keys()
         assert all(torch.equal(one[name], listed[name]) for name in one)
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+@pytest.mark.parametrize("how", ["missing", "half there"])
+def test_an_engine_that_cannot_be_imported_is_named_with_what_to_install(
+    engine: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where something that it needs itself is missing, and by whatever its import then fails."""
+    session = SessionStore.in_memory().create("s", scheme=vl(engine))
+    node = session.append(session.root, [1, 2, 3])
+    for name in [name for name in sys.modules if name.partition(".")[0] == engine]:
+        monkeypatch.delitem(sys.modules, name)
+    if how == "missing":
+        monkeypatch.setitem(sys.modules, engine, None)
+    else:
+        monkeypatch.setattr(sys, "meta_path", [HalfThere(engine), *sys.meta_path])
+    call: Any = {"sglang": to_sglang, "vllm": to_vllm}[engine]
+    with pytest.raises(NeedsExtra, match=f"pip install {engine}==") as caught:
+        call(node)
+    assert caught.value.extra == engine
+    assert isinstance(caught.value, ImportError)
+
+
+class HalfThere:
+    """A finder of an engine whose import fails by a KeyError."""
+
+    def __init__(self, engine: str) -> None:
+        self.engine = engine
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] == self.engine:
+            raise KeyError(name)

@@ -576,7 +576,7 @@ def test_slots_against_drafts(dtype: torch.dtype, data: st.DataObject) -> None:
             counts = [data.draw(st.integers(0, min(len(drafts[slot]), 2 * width - 1 - back[slot]))) for slot in slots]
             least = {slot: int(stager._shortest[slot]) for slot in slots}
             counts = [min(count, drafts[slot].stop - least[slot]) for slot, count in zip(slots, counts, strict=True)]
-            stager.rollback(slots, counts)
+            stager.rollback(slots, [drafts[slot].stop - count for slot, count in zip(slots, counts, strict=True)])
             for slot, count in zip(slots, counts, strict=True):
                 drafts[slot].rollback(len(drafts[slot]) - count)
                 back[slot] += count
@@ -660,8 +660,11 @@ def test_what_cannot_decode_is_refused() -> None:
         (OutOfRange, lambda: stager.advance([0], [[2**70]])),
         (LimitExceeded, lambda: stager.decode([0], np.int64(3))),  # type: ignore[arg-type]
         (TypeError, lambda: stager.decode([0], True)),
-        (OutOfRange, lambda: stager.rollback([0], [2])),
-        (OutOfRange, lambda: stager.rollback([2], [0])),
+        (OutOfRange, lambda: stager.rollback([0], [node.stop - 1])),
+        (OutOfRange, lambda: stager.rollback([0], [node.stop + 2])),
+        (OutOfRange, lambda: stager.rollback([0], [2**40])),
+        (OutOfRange, lambda: stager.rollback([2], [1])),
+        (TypeError, lambda: stager.rollback([0], [node.stop, node.stop])),
         (OutOfRange, lambda: stager.retire([2])),
     ):
         step = stager.decode([0, 1])
@@ -785,7 +788,7 @@ def test_an_interrupt_leaves_a_slot_as_it_was_or_as_it_was_to_be_or_free(what: s
             done = not interrupted(number, partial(stager.advance, [0, 1], [[7, 8]] * 2))
         elif what == "rollback":
             after.extend([5])
-            done = not interrupted(number, partial(stager.rollback, [0, 1], [1, 1]))
+            done = not interrupted(number, partial(stager.rollback, [0, 1], [parent.stop + 1] * 2))
         elif what == "retire":
             done = not interrupted(number, partial(stager.retire, [0, 1]))
         else:
@@ -822,13 +825,13 @@ def test_a_rollback_keeps_what_the_next_step_needs() -> None:
     for token in range(2, 12):
         stager.advance([0], [token])
         draft.append(token)
-    stager.rollback([0], [3])
     draft.rollback(len(draft) - 3)
+    stager.rollback([0], [draft.stop])
     check_step(stager.decode([0]), [draft], [0])
     with pytest.raises(OutOfRange, match="its last 1"):
         stager.decode([0], 2)
-    with pytest.raises(LimitExceeded, match="must stay"):
-        stager.rollback([0], [1])
+    with pytest.raises(LimitExceeded, match="nor than the last 4"):
+        stager.rollback([0], [draft.stop - 1])
 
 
 def test_a_preempted_request_comes_back_from_its_draft() -> None:

@@ -25,6 +25,7 @@ from pyrsistent import PMap
 from engine_bridge.adapters.sglang_media import tensor_of
 from engine_bridge.adapters.sglang_params import check_types
 from engine_bridge.adapters.sglang_sessions import SessionTreeController
+from engine_bridge.engines import importing
 from engine_bridge.policies import PlacedItem, Prompt, prompt_of
 from engine_bridge.request import held_features
 from sessiontree import Draft, Features, MediaItem, MediaSpanError, Node, OutOfRange, Unsupported
@@ -138,7 +139,7 @@ def to_sglang(
     Nothing in the request is shared with a node. Raises Unsupported for schemes that SGLang does not run, fields that are refused,
     fields that SGLang's sessions lose, sampling parameters that SGLang refuses, another salt or LoRA than the namespace's,
     positions that a session would not reproduce, audio in video, and features that contradict their item or each other; NeedsMedia;
-    MediaSpanError for embeddings of another length than their item; what prompt_of raises; TypeError; ImportError without SGLang.
+    MediaSpanError for embeddings of another length than their item; what prompt_of raises; TypeError; NeedsExtra without SGLang.
     """
     prompt = prompt_of(node, prefix_len, tail_policy=tail_policy, paired_calls=paired_calls)
     scheme, namespace = node.scheme, node.namespace if isinstance(node, Node) else node.parent.namespace
@@ -146,8 +147,9 @@ def to_sglang(
         raise Unsupported(f"{scheme.name}: SGLang 0.5.23 has no positions for this family", scheme=scheme.name)
     _check_fields(fields)
 
-    from sglang.srt.managers.io_struct import SessionParams, TokenizedGenerateReqInput
-    from sglang.srt.sampling.sampling_params import SamplingParams
+    with importing("sglang"):
+        from sglang.srt.managers.io_struct import SessionParams, TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
 
     session = _as(SessionParams, session_params, "session_params")
     if session is not None:
@@ -256,7 +258,8 @@ def _check_session(prompt: Prompt, session: Any, fields: Mapping[str, Any], targ
 
 def _mm_inputs(prompt: Prompt, mode: Mode, features: bool, target_grids: Sequence[Sequence[int]], in_session: bool) -> Any:
     """The ``MultimodalProcessorOutput``; None where SGLang would compute the same positions without it."""
-    from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
+    with importing("sglang"):
+        from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
 
     scheme = prompt.source.scheme
     table, delta, plain = _positions(prompt, mode, in_session)
@@ -304,8 +307,9 @@ def _positions(prompt: Prompt, mode: Mode, in_session: bool) -> tuple[NDArray[np
 
 
 def _item(placed: PlacedItem, features: Features | None) -> Any:
-    from sglang.srt.managers.schedule_batch import MultimodalDataItem
-    from sglang.srt.multimodal.modality import Modality, MultimodalInputFormat
+    with importing("sglang"):
+        from sglang.srt.managers.schedule_batch import MultimodalDataItem
+        from sglang.srt.multimodal.modality import Modality, MultimodalInputFormat
 
     item = placed.item
     if item.modality == "video" and item.audio_feature_length is not None:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine_bridge.adapters.pending import PendingPrompt
+from engine_bridge.engines import importing
 from sessiontree import Features, MediaItem, MediaSpanError, Node, Unsupported, media_identity
 from sessiontree.frozen import frozen_array
 from sessiontree.node import deepest_to, lowest_common_ancestor
@@ -31,12 +32,10 @@ FORMAT: Final = "format"  # in ASCII
 
 @cache
 def sglang() -> SimpleNamespace:
-    """The classes of SGLang that sessions use. Raises ImportError, saying what to install."""
-    try:
+    """The classes of SGLang that sessions use. Raises NeedsExtra, saying what to install."""
+    with importing("sglang"):
         requests = importlib.import_module("sglang.srt.managers.schedule_batch")
         messages = importlib.import_module("sglang.srt.managers.io_struct")
-    except ImportError as error:
-        raise ImportError("SessionTreeController makes requests of SGLang: pip install sglang==0.5.23") from error
     return SimpleNamespace(
         FINISH_ABORT=requests.FINISH_ABORT,
         Modality=requests.Modality,

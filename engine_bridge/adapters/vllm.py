@@ -15,6 +15,7 @@ from typing import Any, Final, get_args
 import numpy as np
 import torch
 
+from engine_bridge.engines import importing
 from engine_bridge.policies import Prompt, prompt_of
 from engine_bridge.vllm_ranges import VLLMRange, placeholder_name, token_id, vllm_ranges
 from sessiontree import Draft, Features, MediaItem, NeedsMedia, Node, OutOfRange, Unsupported
@@ -97,7 +98,8 @@ def to_vllm(
     stands for two contents, since vLLM keeps features by the identity alone, for a turn with a position table of its own and for an
     empty prompt; NeedsMedia with ``features``, whose ``items`` are the ones to put first; otherwise as ``prompt_of``.
     """
-    from vllm.inputs import mm_input, tokens_input
+    with importing("vllm"):
+        from vllm.inputs import mm_input, tokens_input
 
     prompt, ranges = _checked(node, prefix_len, tail_policy, paired_calls)
     salt = _committed(node).namespace.cache_salt or None
@@ -105,7 +107,8 @@ def to_vllm(
     if not ranges:
         given: EngineInput = tokens_input(ids, cache_salt=salt)
         return given
-    from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+    with importing("vllm"):
+        from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
     held = _held(node, ranges) if features else {}
     kwargs: dict[str, list[Any]] = {}
@@ -146,7 +149,8 @@ def to_vllm_prompt(
     stands outside every item too; for ``compact_ids`` of what is no modality; and for features that a prompt cannot
     take: pixels, and videos, of which it loses the times. OutOfRange, TypeError for what are no token ids.
     """
-    from vllm.inputs import TokensPrompt as Prompted
+    with importing("vllm"):
+        from vllm.inputs import TokensPrompt as Prompted
 
     prompt, ranges = _checked(node, 0, tail_policy, paired_calls)
     ids = _written(prompt, ranges)
@@ -277,7 +281,8 @@ def _taken(node: Node | Draft, item: MediaItem) -> dict[str, int]:
 
 def _arguments(node: Node | Draft, item: MediaItem, features: Features) -> Any:
     """One item of ``mm_kwargs``: arrays of the store, and what the item itself says."""
-    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+    with importing("vllm"):
+        from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
     modality, taken = item.modality, _taken(node, item)
     if not any(name in taken for name in features):

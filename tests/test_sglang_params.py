@@ -93,6 +93,12 @@ def test_attributes_and_mappings_are_read_alike() -> None:
         assert answers[0] == answers[1] == answers[2]
 
 
+@pytest.mark.parametrize("wrong", [None, 5, "done", [("rid", "done")], SimpleNamespace(rid="done")])
+def test_only_session_params_and_mappings_are_read(wrong: Any) -> None:
+    with pytest.raises(TypeError):
+        continuation(wrong, KNOWN.get)
+
+
 @given(
     rid=st.sampled_from([None, *KNOWN]),
     offset=st.none() | st.integers(-15, 15),

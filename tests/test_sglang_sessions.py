@@ -555,6 +555,11 @@ def test_c74_a_new_beginning_lets_go_of_the_features_before_it() -> None:
             del again
         del late, alive
     assert list(our.send("c", [7], after="b5").origin_input_ids)[-2:] == [1, 7]
+    held = [weak(each.feature) for each in session.engine_items.values()]
+    our.turn("text", [1], replace=True)
+    our.queue.clear()
+    gc.collect()
+    assert not session.engine_items and held and all(each() is None for each in held), "nor does what was laid out last hold any"
 
 
 def test_c41_a_new_beginning_that_fails_leaves_everything() -> None:

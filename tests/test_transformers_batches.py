@@ -361,6 +361,9 @@ def test_packed_paths_are_whole() -> None:
         ({"pad_token_id": IMAGE_PAD, "stop": [7, 1]}, Unsupported),
         ({"pad_token_id": VIDEO_PAD, "stop": [7, 1]}, Unsupported),
         ({"tail_policy": "drop"}, Unsupported),
+        ({"cache_mask": [[], []]}, TypeError),
+        *(({"cache_mask": torch.zeros(2, 0, dtype=kind)}, TypeError) for kind in (torch.float32, torch.complex64)),
+        ({"cache_mask": torch.zeros((2, 3), dtype=torch.int64).to_sparse()}, TypeError),
     ],
 )
 def test_arguments_that_are_refused(changed: dict[str, Any], error: type[Exception]) -> None:

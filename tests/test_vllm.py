@@ -721,6 +721,21 @@ def test_encoder_outputs_are_handed_over_in_either_form() -> None:
     store.close()
 
 
+def test_what_an_encoder_gave_goes_before_what_it_takes() -> None:
+    """As for SGLang; of both, vLLM's models would encode the pixels again."""
+    script = Script("qwen2_5_vl")
+    script.show("image", "a")
+    script.show("video", "b", frames=2)
+    store, node = script.build()
+    for item in script.items:
+        rows = np.ones((item.num_placeholders, 8), np.float32)
+        store.put_features(item, {**features_of("qwen2_5_vl", item), f"{item.modality}_embeds": rows})
+    kwargs = to_vllm(node, features=True)["mm_kwargs"]
+    assert kwargs["image"][0].keys() == {"image_embeds", "image_grid_thw"}
+    assert kwargs["video"][0].keys() == {"video_embeds", "video_grid_thw", "second_per_grid_ts"}
+    store.close()
+
+
 def test_features_that_a_prompt_cannot_take_are_refused() -> None:
     for family, modality in (("qwen2_5_vl", "image"), ("qwen2_5_vl", "video"), ("ernie4_5_vl", "image")):
         script = Script(family)

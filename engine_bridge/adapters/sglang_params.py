@@ -105,7 +105,10 @@ def check_types(params: Any) -> None:
 
 
 def _param(params: Any, name: str, kind: type) -> Any:
-    value = params.get(name) if isinstance(params, Mapping) else getattr(params, name)
+    try:
+        value = params.get(name) if isinstance(params, Mapping) else getattr(params, name)
+    except AttributeError:
+        raise TypeError(f"session_params are SGLang's or a mapping, not {type(params).__name__}") from None
     if value is None:
         return None
     if kind is int:

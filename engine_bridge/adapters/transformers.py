@@ -327,9 +327,11 @@ def _cached(windows: Sequence[_Window], cache_mask: Any) -> NDArray[np.int64]:
                 prefix_len=max(prefixes),
             )
         return np.ones((len(windows), prefixes[0]), np.int64)
-    if not isinstance(cache_mask, torch.Tensor) or cache_mask.is_floating_point():  # zeros of an additive mask mean the reverse
-        kind = cache_mask.dtype if isinstance(cache_mask, torch.Tensor) else type(cache_mask).__name__
-        raise TypeError(f"cache_mask is a tensor of integers or bools, not {kind}")
+    if not isinstance(cache_mask, torch.Tensor):
+        raise TypeError(f"cache_mask is a tensor of integers or bools, not {type(cache_mask).__name__}")
+    numbers = cache_mask.is_floating_point() or cache_mask.is_complex()  # zeros of an additive mask mean the reverse
+    if numbers or cache_mask.layout != torch.strided:
+        raise TypeError(f"cache_mask is a dense tensor of integers or bools, not {cache_mask.dtype}, {cache_mask.layout}")
     if cache_mask.ndim != 2 or cache_mask.shape[0] != len(windows):
         raise OutOfRange(
             f"cache_mask of shape {tuple(cache_mask.shape)} for {len(windows)} requests; (requests, cached columns)",

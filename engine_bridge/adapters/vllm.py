@@ -86,10 +86,11 @@ def to_vllm(
 ) -> EngineInput:
     """The engine input of a node's or draft's path from token ``prefix_len`` on: what ``add_request`` and ``generate`` take.
 
-    ``prompt_token_ids``: expanded, as list[int], vLLM's own ids at placeholders. With media also, by modality and in path order,
-    ``mm_placeholders`` (half-open ranges from ``prefix_len``, sorted, without overlap), ``mm_hashes`` (identities in hex) and
-    ``mm_kwargs``: with ``features`` what the store holds, else None for each, which vLLM allows for items that it has cached.
-    ``cache_salt``: the namespace's. Its LoRA is ``add_request``'s to take, its tenant nobody's: tenants that share no KV get salts.
+    ``prompt_token_ids``: expanded, as list[int], vLLM's own ids at placeholders. With media also, by modality and in path
+    order, ``mm_placeholders`` (half-open ranges from ``prefix_len``, sorted, without overlap), ``mm_hashes`` (identities in
+    hex) and ``mm_kwargs``: with ``features`` what the store holds, an encoder's output before its input, else None for each,
+    which vLLM allows for items that it has cached. ``cache_salt``: the namespace's. Its LoRA is ``add_request``'s to take, its
+    tenant nobody's: tenants that share no KV get salts.
 
     ``prefix_len`` is for chunks of a streaming session, which counts ranges from the chunk's first token too; a request of its own
     begins at 0. ``tail_policy``, ``paired_calls``: as for ``engine_bridge.policies.prompt_of``.
@@ -288,8 +289,9 @@ def _arguments(node: Node | Draft, item: MediaItem, features: Features) -> Any:
     if not any(name in taken for name in features):
         raise Unsupported(f"{item}: of its features {', '.join(features)} vLLM takes none, only {', '.join(taken)}", item=item)
     values, fields = {}, {}
+    encoded = any(name in features for name in _ROWS.get(modality, {}) if name in taken)
     for name, dim in taken.items():
-        if name in features:
+        if name in features and not (encoded and name in _PATCHES.get(modality, {})):  # vLLM would encode the pixels again
             values[name] = tensor = _tensor(features, name)
             _check_rows(node, item, name, tensor, dim)
             whole = slice(tensor.shape[dim])

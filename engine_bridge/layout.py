@@ -21,6 +21,7 @@ FLOAT_TABLE     the same in float32
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -39,57 +40,30 @@ FIELDS: Final = 6  # of a run, beside ``dst`` and ``kind``
 
 
 class ExtendLayout(NamedTuple):
-    """Where each part of an extend area begins, in words. ``payload`` has room for all tokens and a table of all of them."""
+    """Where each part of an extend area begins, in words. ``payload`` has room for all tokens and a table of all of them.
 
-    max_tokens: int
+    ``fields``: ``FIELDS`` columns, one behind the other.
+    """
+
     max_requests: int
     max_runs: int
-    num_axes: int
+    cu_seqlens_q: int
+    seq_lens: int
+    prefix_lens: int
+    req_slots: int
+    logits_indices: int
+    deltas: int
+    dst: int
+    kind: int
+    fields: int
+    payload: int
+    words: int
 
-    @property
-    def cu_seqlens_q(self) -> int:
-        return HEADER
-
-    @property
-    def seq_lens(self) -> int:
-        return self.cu_seqlens_q + self.max_requests + 1
-
-    @property
-    def prefix_lens(self) -> int:
-        return self.seq_lens + self.max_requests
-
-    @property
-    def req_slots(self) -> int:
-        return self.prefix_lens + self.max_requests
-
-    @property
-    def logits_indices(self) -> int:
-        return self.req_slots + self.max_requests
-
-    @property
-    def deltas(self) -> int:
-        return self.logits_indices + self.max_requests
-
-    @property
-    def dst(self) -> int:
-        return self.deltas + self.max_requests
-
-    @property
-    def kind(self) -> int:
-        return self.dst + self.max_runs + 1
-
-    @property
-    def fields(self) -> int:
-        """Of ``FIELDS`` columns, one behind the other."""
-        return self.kind + self.max_runs
-
-    @property
-    def payload(self) -> int:
-        return self.fields + FIELDS * self.max_runs
-
-    @property
-    def words(self) -> int:
-        return self.payload + self.max_tokens * (1 + self.num_axes)
+    @classmethod
+    def of(cls, max_tokens: int, max_requests: int, max_runs: int, num_axes: int) -> ExtendLayout:
+        requests = [max_requests + 1, *[max_requests] * 5]
+        sizes = (*requests, max_runs + 1, max_runs, FIELDS * max_runs, max_tokens * (1 + num_axes))
+        return cls(max_requests, max_runs, *itertools.accumulate(sizes, initial=HEADER))
 
 
 def bytes_of(words: NDArray[np.int32]) -> memoryview:

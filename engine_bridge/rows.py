@@ -133,15 +133,15 @@ def gather(
         _refuse_mode(mode)
     if mode == "as_decoded" and {*map(type, nodes)} <= {Node}:
         for node, first, last in zip(nodes, starts, stops, strict=True):
-            count, _, top, _, carried = node.state
-            begin = node.start
+            count, after, top, _, carried = node.state
             runs = node.runs
             extent = node._extent
             at = extent.origin
             end = place + (last - first) * 4
-            # A node whose runs are one int stands as text does, on every axis of its scheme; audio can stand so too.
+            # A node whose runs are one int stands as text does, on every axis of its scheme; audio can stand so too. Text goes on
+            # at `after` behind it, so it begins at token count - (after - runs).
             plain = runs.__class__ is int and not carried and not node.media
-            if plain and begin <= first <= last <= count and first >= at and end <= room:
+            if plain and count - after + runs <= first <= last <= count and first >= at and end <= room:
                 delta = top + 1 - count
                 if not delta or (delta <= _MOST and node._lineage.scheme.usual_delta):
                     if last - first < _LARGE:
@@ -151,7 +151,7 @@ def gather(
                     place = end
                     ends.append(end)
                     deltas.append(delta)
-                    bases.append(runs + first - begin)
+                    bases.append(first + after - count)
                     continue
             special.append(len(ends))
             _check_window(node, first, last, nodes, starts, stops, max_tokens, end)

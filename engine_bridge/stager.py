@@ -313,7 +313,7 @@ class InputStager:
         self.cuda_graph = bool(cuda_graph)
         cuda = self.device.type == "cuda"
         depth = _capacity(depth, "depth")
-        self._layout = layout = ExtendLayout(self.max_tokens, self.max_requests, self.max_runs, self.num_position_axes)
+        self._layout = layout = ExtendLayout.of(self.max_tokens, self.max_requests, self.max_runs, self.num_position_axes)
         self._ring_size = 1 << (2 * self.max_decode_width - 1).bit_length()
         decoding = self.max_requests * max(self._ring_size, self.num_position_axes * self.max_decode_width)
         for words, what in ((layout.words, "a staging area"), (decoding, "a table of what decodes")):

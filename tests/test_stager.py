@@ -172,6 +172,18 @@ def test_batches_of_every_family(family: str, rule: str) -> None:
                 check(stager.extend(some, starts, stops, slots=slots, mode=mode), some, starts, stops, stager, mode, slots)
 
 
+@pytest.mark.parametrize(("family", "rule"), CASES)
+def test_where_plain_text_begins_follows_from_where_it_goes_on(family: str, rule: str) -> None:
+    """What the batch's quick way rests on, for nodes that it takes."""
+    seen = 0
+    for seed in range(3):
+        for node in forest(family, rule, random.Random(f"{family}@{rule} {seed}"), 6):
+            if isinstance(node, Node) and isinstance(node.runs, int) and not node.state.carried and not node.media:
+                seen += 1
+                assert node.stop - (node.state.next_position - node.runs) == node.start
+    assert seen or family in ("qwen2_5_omni", "qwen3_omni", "minicpmv4_7", "hunyuan_vl"), "these carry more along"
+
+
 # --- one batch, closely ---------------------------------------------------------------------------------------------------------
 
 

@@ -399,6 +399,8 @@ class SegmentLog:
 
     def is_durable(self, number: int) -> bool | None:
         """Whether that batch is durable; False where it never will be, None while that is open."""
+        if number <= self._durable and not self._queue[3]:
+            return True
         try:
             return self._settled(number) or None
         except StoreFailed:

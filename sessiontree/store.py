@@ -449,8 +449,7 @@ class Session:
         """
         while True:
             written, told = self._written, self._told[0]
-            stamp = written._stamp
-            if stamp <= told._stamp:
+            if not told._precedes(written):
                 if journal.failed:
                     journal.flush()  # raises: a retry that finds what was never durable is no success
                 return self._waiting
@@ -461,7 +460,7 @@ class Session:
                 continue
             if journal.waits:
                 self._unsettled.append((waiting, written))
-            if self._told[0] is told or self._told[0]._stamp < stamp:
+            if self._told[0] is told or self._told[0]._precedes(written):
                 self._told[0] = written
             self._waiting = max(self._waiting, waiting)
             self._used = True
@@ -484,7 +483,7 @@ class Session:
                 unsettled.clear()
                 self._written = self._told[0] = self._tree
                 return
-            if self._tree._stamp < written._stamp:
+            if self._tree._precedes(written):
                 self._tree = written
             if unsettled and unsettled[0] is first:  # nothing comes in between looking and taking
                 unsettled.popleft()

@@ -235,10 +235,9 @@ class SessionTree(Sealed):
     def _named(self) -> dict[str, Node]:
         return {name: head.node for name, head in self._heads.items()}
 
-    @property
-    def _stamp(self) -> int:
-        """Grows with every change but :meth:`drop`."""
-        return self._count + self._moves
+    def _precedes(self, other: SessionTree) -> bool:
+        """Whether ``other``, of the same session, has changes that this has not. To :meth:`drop` is none."""
+        return self._count + self._moves < other._count + other._moves
 
     def head(self, name: str) -> Head:
         """The head of this name. Raises UnknownHead."""

@@ -77,13 +77,14 @@ def plan_turn(
     else:
         placed = scheme.plan_decode(before, len(data) // TOKEN_BYTES)
         replayed = scheme.plan(otherwise or before, data)
+    runs, state = placed
     differs = None if replayed is None or replayed == placed else TurnPositions(*replayed)
     if items:
         items = in_token_order(items)
         head = content_prefix(origin, role, key, tuple(item.fields() for item in items), table)
     else:
         head = content_prefix(origin, role, key, (), table)
-    return _turn((node_id(parent.id, head, data), data, items, origin, role, key, *placed, differs))
+    return _turn((node_id(parent.id, head, data), data, items, origin, role, key, runs, state, differs))
 
 
 _turn = partial(tuple.__new__, Turn)  # as Turn(...), without a Python call

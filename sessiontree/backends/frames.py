@@ -326,17 +326,19 @@ def write_new(system: System, path: str, data: bytes, *, sync: bool) -> None:
 
 def write_all(system: System, fd: int, parts: Sequence[bytes], offset: int, *, sync: bool = False) -> None:
     """Write bytes that stand in parts; with sync each call also makes durable what it wrote."""
-    for first in range(0, len(parts), _MOST_PARTS):
-        some: Sequence[bytes | memoryview] = parts[first : first + _MOST_PARTS]
-        size = len(some[0]) if len(some) == 1 else sum(map(len, some))
-        done = system.pwritev(fd, some, offset, sync=sync)
+    while len(parts) > _MOST_PARTS:
+        some, parts = parts[:_MOST_PARTS], parts[_MOST_PARTS:]
+        write_all(system, fd, some, offset, sync=sync)
+        offset += sum(map(len, some))
+    size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
+    done = system.pwritev(fd, parts, offset, sync=sync)
+    if done < size:
+        rest = memoryview(b"".join(parts))
         while done < size:
-            offset, size = offset + done, size - done
-            some = (memoryview(b"".join(some))[done:],)
-            done = system.pwritev(fd, some, offset, sync=sync)
-            if not done:
+            more = system.pwritev(fd, (rest[done:],), offset + done, sync=sync)
+            if not more:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        offset += size
+            done += more
 
 
 def segment_path(directory: str, segment: int, suffix: str) -> str:

@@ -1185,6 +1185,26 @@ def test_an_interrupt_at_every_instruction_undoes_nothing() -> None:
     assert n > 100
 
 
+class Stingy(Disk):
+    """Writes at most 7 bytes a call."""
+
+    def pwritev(self, fd: int, parts: Sequence[bytes | memoryview], offset: int, *, sync: bool = False) -> int:
+        return super().pwritev(fd, (b"".join(parts)[:7],), offset, sync=sync)
+
+
+@pytest.mark.parametrize("durability", DURABILITIES)
+def test_a_disk_that_writes_a_few_bytes_at_a_time_gets_all_of_them(durability: Durability) -> None:
+    batches = some_batches(5, random.Random(26))
+    disk = Stingy()
+    log = opened(disk, durability=durability)
+    store(log, batches)
+    assert records_of(log) == flat(batches)
+    log.close()
+    log = opened(disk, read_only=True)
+    assert records_of(log) == flat(batches)
+    log.close()
+
+
 class Looked(Interrupt):
     """A signal handler that looks at the entries."""
 

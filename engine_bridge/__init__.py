@@ -3,10 +3,11 @@
 from engine_bridge.adapters.sglang import to_sglang
 from engine_bridge.adapters.transformers import to_transformers
 from engine_bridge.adapters.vllm import to_vllm, to_vllm_prompt
+from engine_bridge.batches import DecodeBatch, ExtendBatch
 from engine_bridge.page_hashes import PageHashes, page_hashes
 from engine_bridge.request import RequestInputs, request_inputs
 from engine_bridge.rows import BatchSpan
-from engine_bridge.stager import DecodeBatch, ExtendBatch, InputStager
+from engine_bridge.stager import InputStager
 
 __all__ = [
     "BatchSpan",

@@ -13,21 +13,21 @@ On the CPU the same class does the same in NumPy, without Triton.
 from __future__ import annotations
 
 import math
-import operator
 import struct
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, Final
 
-import attrs
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine_bridge.batches import DecodeBatch, DecodeOutputs, ExtendBatch, ExtendOutputs, buffers
 from engine_bridge.expand import expand_decode, expand_extend
 from engine_bridge.layout import FIELDS, HEADER, WORD, WORD_BYTES, ExtendArea, ExtendLayout, bytes_of
-from engine_bridge.rows import BatchSpan, Gathered, check_limit, gather, windows
-from sessiontree import Draft, LimitExceeded, MediaItem, Node, OutOfRange, Unsupported
+from engine_bridge.ring import Ring
+from engine_bridge.rows import Gathered, check_limit, gather, windows
+from sessiontree import Draft, LimitExceeded, Node, OutOfRange, Unsupported
 from sessiontree.frozen import to_numpy
 from sessiontree.positions import Mode
 from sessiontree.positions.runs import counted
@@ -37,241 +37,6 @@ _DTYPES: Final = (torch.int32, torch.int64, torch.float32)
 _pack_header = struct.Struct("<5i").pack_into
 _MOST_WORDS: Final = 2**31 - 1
 _SMALLEST: Final = 1024  # words of a payload, below which copies are not told apart
-
-
-class _Ring:
-    """Staging areas of one size, the copy of them on the device, and what is launched to fill the outputs from it."""
-
-    def __init__(self, words: int, depth: int, device: torch.device, pinned: bool) -> None:
-        self.depth = depth if pinned else 1
-        self.host = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(self.depth)]
-        self.areas: list[NDArray[np.int32]] = [host.numpy() for host in self.host]
-        self.device = torch.zeros(words, dtype=torch.int32, device=device) if pinned else self.host[0]
-        event: Any = torch.cuda.Event  # untyped; external: a graph records it as one of its own steps
-        self.events = [event(external=True) for _ in range(self.depth)] if pinned else []
-        self.graphs: dict[tuple[int, int, int], Any] = {}
-        self.at = 0
-
-    def next(self) -> int:
-        """The area to be written now, whose last copy is done. It is current when ``at`` says so."""
-        at = (self.at + 1) % self.depth
-        if self.events and not self.events[at].query():
-            self.events[at].synchronize()
-        return at
-
-    def launch(self, at: int, words: int, kernel: Callable[[int], None], graphed: bool, variant: int = 0) -> None:
-        """Copy the first ``words`` of area ``at`` and run ``kernel`` behind that, on the current stream.
-
-        0 words: the kernel reads the area by itself. ``variant``: which of the kernels that are launched with so many words.
-        """
-        self.at = at
-        if not graphed:
-            self._steps(at, words, kernel)
-            return
-        graph = self.graphs.get((at, words, variant))
-        if graph is not None:
-            graph.replay()
-        else:  # this time without a graph, by which the kernel is compiled too
-            self._steps(at, words, kernel)
-            self.graphs[at, words, variant] = self._captured(at, words, kernel)
-
-    def _steps(self, at: int, words: int, kernel: Callable[[int], None]) -> None:
-        if words:
-            self.copy(at, words)
-            self.events[at].record()  # what is read behind this is the device's
-            kernel(at)
-        else:
-            kernel(at)
-            self.events[at].record()
-
-    def copy(self, at: int, words: int) -> None:
-        self.device[:words].copy_(self.host[at][:words], non_blocking=True)
-
-    def _captured(self, at: int, words: int, kernel: Callable[[int], None]) -> Any:
-        torch.cuda.current_stream().synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._steps(at, words, kernel)
-        return graph
-
-
-class ExtendBatch:
-    """The inputs of one ragged prefill batch of B requests and T tokens. Tensors are views of the stager's own, at fixed addresses.
-
-    They are those of this batch until the stager's next :meth:`~InputStager.extend`, after which reading them raises Unsupported.
-
-    ``input_ids``: (T,) int64. ``positions``: (num_position_axes, T) of the stager's dtype; contiguous along tokens.
-    ``cu_seqlens_q``: (B + 1,) int32, where each request's tokens begin. ``seq_lens``: (B,) int32, window ends. ``prefix_lens``:
-    (B,) int32, window starts. ``req_slots``: (B,) int32. ``mrope_deltas``: (B, 1) of the stager's dtype, of each whole path,
-    whatever the window. ``logits_indices``: (B,) int32, ``cu_seqlens_q[1:] - 1``: each window's last token (an empty one has none).
-    ``media_spans``: placeholders in the batch, in order. ``needed_items``: the items that have any, each content once.
-    """
-
-    __slots__ = ("_serial", "_stager", "_windows", "media_spans", "mode", "num_requests", "num_tokens")
-
-    def __init__(
-        self, stager: InputStager, num_requests: int, num_tokens: int, windows: Any, spans: tuple[BatchSpan, ...], mode: Mode
-    ) -> None:
-        self._stager = stager
-        self._serial = stager._extends
-        self._windows = windows
-        self.num_requests = num_requests
-        self.num_tokens = num_tokens
-        self.media_spans = spans
-        self.mode = mode
-
-    def _outputs(self) -> _ExtendOutputs:
-        if self._serial != self._stager._extends:
-            raise Unsupported(f"this batch of {self.num_requests} requests was overwritten by a later one")
-        return self._stager._extend
-
-    @property
-    def input_ids(self) -> torch.Tensor:
-        return self._outputs().input_ids[: self.num_tokens]
-
-    @property
-    def positions(self) -> torch.Tensor:
-        return self._outputs().positions[:, : self.num_tokens]
-
-    @property
-    def cu_seqlens_q(self) -> torch.Tensor:
-        return self._outputs().cu_seqlens_q[: self.num_requests + 1]
-
-    @property
-    def seq_lens(self) -> torch.Tensor:
-        return self._outputs().seq_lens[: self.num_requests]
-
-    @property
-    def prefix_lens(self) -> torch.Tensor:
-        return self._outputs().prefix_lens[: self.num_requests]
-
-    @property
-    def req_slots(self) -> torch.Tensor:
-        return self._outputs().req_slots[: self.num_requests]
-
-    @property
-    def logits_indices(self) -> torch.Tensor:
-        return self._outputs().logits_indices[: self.num_requests]
-
-    @property
-    def mrope_deltas(self) -> torch.Tensor:
-        return self._outputs().mrope_deltas[: self.num_requests]
-
-    @property
-    def max_seqlen_q(self) -> int:
-        """The longest window."""
-        starts, stops = self._windows
-        return max(map(operator.sub, stops, starts), default=0)
-
-    @property
-    def max_seqlen_k(self) -> int:
-        """The longest window with the tokens before it."""
-        return max(self._windows[1], default=0)
-
-    @property
-    def needed_items(self) -> tuple[MediaItem, ...]:
-        needed: dict[Any, MediaItem] = {}
-        for span in self.media_spans:
-            needed.setdefault(span.item.content(), span.item)
-        return tuple(needed.values())
-
-    def __repr__(self) -> str:
-        return f"<ExtendBatch of {self.num_requests} requests, {self.num_tokens} tokens>"
-
-
-class DecodeBatch:
-    """The inputs of one decode step of B requests, ``width`` tokens each: the last of each path, where they stand.
-
-    Tensors as in :class:`ExtendBatch`, until the stager's next :meth:`~InputStager.decode`. ``input_ids``: (B * width,) int64.
-    ``positions``: (num_position_axes, B * width). ``seq_lens``: (B,) int32, paths with these tokens. ``mrope_deltas``: (B, 1).
-    ``req_slots``: (B,) int32. ``cu_seqlens_q``: (B + 1,) int32. ``logits_indices``: (B,) int32, the last token of each.
-    """
-
-    __slots__ = ("_serial", "_stager", "num_requests", "width")
-
-    def __init__(self, stager: InputStager, num_requests: int, width: int) -> None:
-        self._stager = stager
-        self._serial = stager._decodes
-        self.num_requests = num_requests
-        self.width = width
-
-    def _outputs(self) -> _DecodeOutputs:
-        if self._serial != self._stager._decodes:
-            raise Unsupported(f"this batch of {self.num_requests} requests was overwritten by a later one")
-        return self._stager._decode
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_requests * self.width
-
-    @property
-    def input_ids(self) -> torch.Tensor:
-        return self._outputs().input_ids[: self.num_tokens]
-
-    @property
-    def positions(self) -> torch.Tensor:
-        return self._outputs().positions[:, : self.num_tokens]
-
-    @property
-    def seq_lens(self) -> torch.Tensor:
-        return self._outputs().seq_lens[: self.num_requests]
-
-    @property
-    def mrope_deltas(self) -> torch.Tensor:
-        return self._outputs().mrope_deltas[: self.num_requests]
-
-    @property
-    def req_slots(self) -> torch.Tensor:
-        return self._outputs().req_slots[: self.num_requests]
-
-    @property
-    def cu_seqlens_q(self) -> torch.Tensor:
-        return self._outputs().ramp(self.width)[: self.num_requests + 1]
-
-    @property
-    def logits_indices(self) -> torch.Tensor:
-        return self._outputs().ends(self.width)[: self.num_requests]
-
-    def __repr__(self) -> str:
-        return f"<DecodeBatch of {self.num_requests} requests, {self.width} tokens each>"
-
-
-@attrs.frozen(eq=False)
-class _ExtendOutputs:
-    """The whole of each output of :meth:`InputStager.extend`, at its address for good."""
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    mrope_deltas: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    seq_lens: torch.Tensor
-    prefix_lens: torch.Tensor
-    req_slots: torch.Tensor
-    logits_indices: torch.Tensor
-
-
-@attrs.frozen(eq=False)
-class _DecodeOutputs:
-    """The whole of each output of :meth:`InputStager.decode`, at its address for good."""
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    mrope_deltas: torch.Tensor
-    seq_lens: torch.Tensor
-    req_slots: torch.Tensor
-    _ramps: dict[int, torch.Tensor] = attrs.field(factory=dict)
-
-    def ramp(self, width: int) -> torch.Tensor:
-        """0, width, 2 * width, ..."""
-        if width not in self._ramps:
-            slots = self.req_slots
-            self._ramps[width] = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device) * width
-        return self._ramps[width]
-
-    def ends(self, width: int) -> torch.Tensor:
-        if -width not in self._ramps:
-            self._ramps[-width] = self.ramp(width)[1:] - 1
-        return self._ramps[-width]
 
 
 class InputStager:
@@ -319,16 +84,15 @@ class InputStager:
         for words, what in ((layout.words, "a staging area"), (decoding, "a table of what decodes")):
             if words > _MOST_WORDS:  # the kernels count them in 32 bits
                 raise LimitExceeded(f"{what} of {shown(words)} words", value=words, limit=_MOST_WORDS)
-        self._extend_ring = ring = _Ring(layout.words, depth, self.device, cuda)
+        self._extend_ring = ring = Ring(layout.words, depth, self.device, cuda)
         self._areas = [ExtendArea(layout, words) for words in ring.areas]
-        self._extends = 0
         self._extended = (0, 0)  # tokens and requests that the outputs hold
 
         def columns(at: int, count: int) -> torch.Tensor:
             return ring.device[at : at + count]
 
         requests = self.max_requests
-        self._extend = _ExtendOutputs(
+        self._extend = ExtendOutputs(
             self._zeros(self.max_tokens, dtype=torch.int64),
             self._zeros(self.num_position_axes, self.max_tokens),
             self._zeros(requests, 1),
@@ -339,13 +103,12 @@ class InputStager:
             columns(layout.logits_indices, requests),
         )
         # What decodes.
-        self._decode_ring = _Ring(HEADER + requests, depth, self.device, cuda)
+        self._decode_ring = Ring(HEADER + requests, depth, self.device, cuda)
         self._slot_areas = [(bytes_of(words), words[HEADER:]) for words in self._decode_ring.areas]
-        self._decodes = 0
         self._decoded = (0, 0)
         self._staged: tuple[bytes, int] | None = None  # slots and width of the last step, while all of them live
         self._distinct = False  # whether those slots are known to differ
-        self._decode = _DecodeOutputs(
+        self._decode = DecodeOutputs(
             self._zeros(requests * self.max_decode_width, dtype=torch.int64),
             self._zeros(self.num_position_axes, requests * self.max_decode_width),
             self._zeros(requests, 1),
@@ -358,7 +121,7 @@ class InputStager:
         self._lengths = np.zeros(requests, np.int64)
         self._longest = np.zeros(requests, np.int64)  # since it was admitted: what lies further back is overwritten
         self._shortest = np.zeros(requests, np.int64)  # its length when it was admitted
-        self._update_ring = _Ring(HEADER + requests * (2 + self.max_decode_width), depth, self.device, cuda)
+        self._update_ring = Ring(HEADER + requests * (2 + self.max_decode_width), depth, self.device, cuda)
         self.sampled_tokens = self._zeros(requests, self.max_decode_width, dtype=torch.int64)
         self._stamps = np.zeros(requests, np.int64)
         self._kernels: Any = None
@@ -376,9 +139,8 @@ class InputStager:
 
         Behind a batch's own tokens and requests everything is 0, and ``cu_seqlens_q`` stays at the number of tokens.
         """
-        named = {f"extend.{name}": value for name, value in attrs.asdict(self._extend, recurse=False).items()}
-        decode = attrs.asdict(self._decode, recurse=False, filter=attrs.filters.exclude("_ramps"))
-        return named | {f"decode.{name}": value for name, value in decode.items()}
+        extend, decode = buffers(self._extend), buffers(self._decode)
+        return {f"extend.{name}": of for name, of in extend.items()} | {f"decode.{name}": of for name, of in decode.items()}
 
     # Prefill
 
@@ -416,12 +178,12 @@ class InputStager:
         if rows > self.max_runs:
             raise LimitExceeded(f"a batch with {rows} runs; max_runs is {self.max_runs}", value=rows, limit=self.max_runs)
         tokens, dirty = found.ends[-1] // 4 if count else 0, self._extended
-        self._extends += 1  # from here on the last batch is no more
+        self._extend.serial += 1  # from here on the last batch is no more
         self._extended = max(tokens, dirty[0]), max(count, dirty[1])  # until it is known what the outputs hold
         words = self._write(area, found, starts, stops, named, tokens)
         self._launch_extend(at, words)
         self._extended = tokens, count
-        return ExtendBatch(self, count, tokens, (starts, stops), tuple(found.spans), mode)
+        return ExtendBatch(self._extend, count, tokens, (starts, stops), tuple(found.spans), mode)
 
     def _named_slots(self, slots: Any, count: int) -> NDArray[np.int32]:
         named = _slot_numbers(slots)
@@ -576,9 +338,9 @@ class InputStager:
             width = self._checked_width(count, width)
         same = named.tobytes(), width
         if same == self._staged:  # the device has these
-            self._decodes += 1
+            self._decode.serial += 1
             self._launch_decode(self._decode_ring.at, False, count, width, self._decoded)
-            return DecodeBatch(self, count, width)
+            return DecodeBatch(self._decode, count, width)
         try:
             # As unsigned numbers, those below 0 are too large as well.
             if b"\0" in self._live.take(named.view(np.uint32)).tobytes():
@@ -592,7 +354,7 @@ class InputStager:
         dirty_tokens, dirty = self._decoded
         tokens = count * width
         most = tokens if tokens > dirty_tokens else dirty_tokens
-        self._decodes += 1  # from here on the last step is no more
+        self._decode.serial += 1  # from here on the last step is no more
         self._staged, self._distinct = None, False
         self._decoded = reset = most, count if count > dirty else dirty
         place[:count] = named
@@ -600,7 +362,7 @@ class InputStager:
         self._launch_decode(at, True, count, width, reset)
         self._decoded = tokens, count
         self._staged = same
-        return DecodeBatch(self, count, width)
+        return DecodeBatch(self._decode, count, width)
 
     def _launch_decode(self, at: int, staged: bool, count: int, width: int, dirty: tuple[int, int]) -> None:
         ring = self._decode_ring
@@ -770,7 +532,7 @@ class InputStager:
             words += number * self.max_decode_width
         ring.launch(at, words, partial(self._advance, ring, tokens, width, True), False)
 
-    def _advance(self, ring: _Ring, tokens: torch.Tensor, width: int, counted: bool, _: int = 0) -> None:
+    def _advance(self, ring: Ring, tokens: torch.Tensor, width: int, counted: bool, _: int = 0) -> None:
         kernels = self._kernels
         kernels.advance_kernel[(math.ceil(self.max_requests / kernels.BLOCK),)](
             ring.device,

@@ -138,9 +138,9 @@ def gather(
             extent = node._extent
             at = extent.origin
             end = place + (last - first) * 4
-            # A node whose runs are one int stands as text does, on every axis of its scheme; audio can stand so too. Text goes on
-            # at `after` behind it, so it begins at token count - (after - runs).
-            plain = runs.__class__ is int and not carried and not node.media
+            # A node whose runs are one int is text, on every axis of its scheme. Text goes on at `after` behind it, so it begins at
+            # token count - (after - runs).
+            plain = runs.__class__ is int and not carried
             if plain and count - after + runs <= first <= last <= count and first >= at and end <= room:
                 delta = top + 1 - count
                 if not delta or (delta <= _MOST and node._lineage.scheme.usual_delta):

@@ -25,7 +25,7 @@ from sessiontree.frozen import Sealed, checked_text, frozen_empty, handed_out, n
 from sessiontree.media import MediaItem
 from sessiontree.positions import MODES, Mode, PositionScheme, PositionState
 from sessiontree.positions.base import OpenBlock
-from sessiontree.positions.runs import Piece, Runs, write
+from sessiontree.positions.runs import Piece, Runs, spelled_out, write
 from sessiontree.spans import Placeholders, common_placeholders, join_placeholders
 from sessiontree.tokens import INT32, Extent, Position, in_range, window
 
@@ -385,6 +385,8 @@ def make_child(
     beyond = None if jump is None else jump[2]
     jump = beyond if beyond is not None and depth - jump[3] == jump[3] - beyond[3] else above  # type: ignore[index]
     depth += 1
+    if media and runs.__class__ is int:  # as records of an earlier form say it
+        runs = spelled_out(runs, stop - parent.stop)
     before = parent._details
     if details is not NO_DETAILS or before is not NO_DETAILS:
         details = with_open_calls(before, details, depth)

@@ -35,8 +35,9 @@ from sessiontree import (
     SessionTreeError,
     Unsupported,
 )
-from sessiontree.node import clipped_spans
+from sessiontree.node import clipped_spans, make_child
 from sessiontree.positions import ExternalPositions, PositionScheme, scheme
+from sessiontree.positions.runs import TextRun, unpacked
 from tests.histories import random_cuts, split
 from tests.test_positions_golden import CASES, known_cases, scheme_of
 from tests.test_tree import IMAGE_PAD, VISION_END, VISION_START, identity, image, video, vl
@@ -178,8 +179,9 @@ def test_where_plain_text_begins_follows_from_where_it_goes_on(family: str, rule
     seen = 0
     for seed in range(3):
         for node in forest(family, rule, random.Random(f"{family}@{rule} {seed}"), 6):
-            if isinstance(node, Node) and isinstance(node.runs, int) and not node.state.carried and not node.media:
+            if isinstance(node, Node) and isinstance(node.runs, int) and not node.state.carried:
                 seen += 1
+                assert not node.media
                 assert node.stop - (node.state.next_position - node.runs) == node.start
     assert seen or family in ("qwen2_5_omni", "qwen3_omni", "minicpmv4_7", "hunyuan_vl"), "these carry more along"
 
@@ -403,9 +405,10 @@ def test_audio_that_stands_as_text_does_is_media_all_the_same(rule: str) -> None
         node
         for seed in range(12)
         for node in forest("qwen3_omni", rule, random.Random(seed), 4)
-        if isinstance(node, Node) and node.media and isinstance(node.runs, int)
+        if isinstance(node, Node) and node.media and len(unpacked(node.runs, len(node))) == 1
     ]
     assert "audio" in {item.modality for node in found for item in node.media}
+    assert not any(isinstance(node.runs, int) for node in found), "a bare int says that there is no media"
     stager = InputStager(4_000, 1, 400)
     for node in found:
         for start, stop in ((node.start, node.stop), (0, node.stop), (node.stop - 1, node.stop)):
@@ -415,6 +418,25 @@ def test_audio_that_stands_as_text_does_is_media_all_the_same(rule: str) -> None
             assert [span.item for span in batch.media_spans] == [item for item, *_ in inputs.media_spans]
             assert batch.needed_items == inputs.needed_items
         assert stager.extend([node], node.start).needed_items
+
+
+def test_a_record_that_says_audio_by_a_bare_int_is_a_node_with_a_run() -> None:
+    """As nodes of the first stores said it; the batch has to see that there is an item."""
+    history, item = next(
+        (history, item) for history, _ in known_cases("qwen3_omni", "vllm") for item in history.items if item.modality == "audio"
+    )
+    positions_of = scheme("qwen3_omni@vllm", **history.params)
+    count = positions_of.num_placeholders(item)
+    audio = MediaItem("audio", item.identity, [(0, count)], audio_feature_length=item.audio_feature_length)
+    session = SessionStore.in_memory().create("s", scheme=positions_of)
+    node = session.append(session.root, [5] * count, media=[audio])
+    (run,) = unpacked(node.runs, count)
+    assert isinstance(run, TextRun)
+    fields = (node.media, node.origin, "user", None, run.base, node.state, node.replayed, node._details, node._extent)
+    again = make_child(session.root, node.id, count, *fields)
+    assert again.runs == node.runs
+    stager = InputStager(4_000, 1)
+    check(stager.extend([again]), [again], [0], [count], stager)
 
 
 @pytest.mark.parametrize("rule", ["hf5", "sglang"])

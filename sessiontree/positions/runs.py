@@ -202,8 +202,8 @@ _TEXT: Final = _NUMBERS[TextRun]
 _FLOAT_TEXT: Final = _NUMBERS[FloatTextRun]
 _EXTERNAL: Final = _NUMBERS[ExternalRun]
 
-#: How a node keeps its runs: a bare int where all of it is text that begins at that position, otherwise msgpack: a list with, for
-#: each run, its kind and its fields.
+#: How a node keeps its runs: a bare int where all of it is text that begins at that position, without any media; otherwise msgpack:
+#: a list with, for each run, its kind and its fields.
 Runs = int | bytes
 
 
@@ -212,6 +212,11 @@ def packed(runs: Sequence[Run]) -> Runs:
     if len(runs) == 1 and type(runs[0]) is TextRun:
         return runs[0].base
     return pack([(_NUMBERS[type(run)], *run) for run in runs])
+
+
+def spelled_out(runs: Runs, num_tokens: int) -> bytes:
+    """Runs that are not a bare int, for media that stand as text does."""
+    return pack([(_TEXT, num_tokens, runs)]) if isinstance(runs, int) else runs
 
 
 def unpacked(runs: Runs, num_tokens: int) -> list[Run]:

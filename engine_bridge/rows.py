@@ -65,13 +65,12 @@ class BatchSpan(NamedTuple):
 class Gathered(NamedTuple):
     """A batch whose tokens are in their place.
 
-    ``ends``: behind each request's tokens, in bytes. ``deltas``: of each request's whole path. ``bases``: where each request's
-    positions begin, if all of it is text in one run each; otherwise ``rows``, all runs of the batch, and ``payload``, what they
-    refer to.
+    ``deltas``: of each request's whole path, by request, where it is not 0. ``bases``: where each request's positions begin, if all
+    of it is text in one run each; otherwise ``rows``, all runs of the batch, and ``payload``, what they refer to.
     """
 
-    ends: list[int]
-    deltas: list[int | float]
+    num_tokens: int
+    deltas: dict[int, int | float]
     bases: list[int]
     rows: list[Row] | None
     payload: list[NDArray[np.int32]]
@@ -124,8 +123,7 @@ def gather(
     Writes their ids to ``pen``, bytes with room for ``max_tokens`` of them. Raises TypeError, OutOfRange, LimitExceeded,
     PositionError, Unsupported for a scheme that has other axes.
     """
-    ends: list[int] = []
-    deltas: list[int | float] = []
+    deltas: dict[int, int | float] = {}
     bases: list[int] = []
     special: list[int] = []
     place, room = 0, max_tokens * 4
@@ -149,28 +147,24 @@ def gather(
                     else:
                         pen[place:end] = memoryview(extent.buffer)[(first - at) * 4 : (last - at) * 4]
                     place = end
-                    ends.append(end)
-                    deltas.append(delta)
+                    if delta:
+                        deltas[len(bases)] = delta
                     bases.append(first + after - count)
                     continue
-            special.append(len(ends))
+            special.append(len(bases))
             _check_window(node, first, last, nodes, starts, stops, max_tokens, end)
             place = end
-            ends.append(end)
-            deltas.append(0)
             bases.append(0)
         if max(bases, default=0) + place // 4 > _MOST:
             for node in nodes:
                 check_limit(node.scheme)
         if not special:
-            return Gathered(ends, deltas, bases, None, [], [])
+            return Gathered(place // 4, deltas, bases, None, [], [])
     else:
         for node, first, last in zip(nodes, starts, stops, strict=True):
             place += (last - first) * 4
             _check_window(node, first, last, nodes, starts, stops, max_tokens, place)
-            ends.append(place)
         special += range(len(nodes))
-        deltas += [0] * len(nodes)
         bases += [0] * len(nodes)
     rows: list[Row] = []
     payload: list[NDArray[np.int32]] = []
@@ -196,7 +190,7 @@ def gather(
         elif last > first:
             builder.text(column, bases[number] - column)
         column += last - first
-    return Gathered(ends, deltas, bases, rows, payload, spans)
+    return Gathered(column, deltas, bases, rows, payload, spans)
 
 
 def _check_window(

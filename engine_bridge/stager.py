@@ -177,7 +177,7 @@ class InputStager:
         rows = count if found.rows is None else len(found.rows)
         if rows > self.max_runs:
             raise LimitExceeded(f"a batch with {rows} runs; max_runs is {self.max_runs}", value=rows, limit=self.max_runs)
-        tokens, dirty = found.ends[-1] // 4 if count else 0, self._extended
+        tokens, dirty = found.num_tokens, self._extended
         self._extend.serial += 1  # from here on the last batch is no more
         self._extended = max(tokens, dirty[0]), max(count, dirty[1])  # until it is known what the outputs hold
         words = self._write(area, found, starts, stops, named, tokens)
@@ -207,18 +207,21 @@ class InputStager:
         if count > used_requests:
             area.num_requests = count
         cu = area.cu_seqlens_q
-        pack(pen, (layout.cu_seqlens_q + 1) * WORD_BYTES, *found.ends)
-        ends = cu[1 : count + 1]
-        ends >>= 2
-        cu[count + 1 :] = tokens
         pack(pen, layout.seq_lens * WORD_BYTES, *stops)
         pack(pen, layout.prefix_lens * WORD_BYTES, *starts)
+        ends = cu[1 : count + 1]
+        np.subtract(area.seq_lens[:count], area.prefix_lens[:count], out=ends)
+        np.add.accumulate(ends, out=ends)
+        cu[count + 1 :] = tokens
         area.req_slots[:count] = counted(count) if slots is None else slots
         np.subtract(ends, 1, out=area.logits_indices[:count])
-        if self.dtype is torch.float32:
-            area.deltas[:count] = np.fromiter(found.deltas, np.float32, count).view(WORD)
-        else:
-            area.deltas[:count] = np.fromiter(found.deltas, WORD, count)
+        area.deltas[:count] = 0
+        if found.deltas:
+            deltas: list[int | float] = [0] * count
+            for request, delta in found.deltas.items():
+                deltas[request] = delta
+            kind = np.float32 if self.dtype is torch.float32 else WORD
+            area.deltas[:count] = np.fromiter(deltas, kind, count).view(WORD)
         if used_requests > count:
             for column in (area.seq_lens, area.prefix_lens, area.req_slots, area.logits_indices):
                 column[count:] = 0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, NoReturn
+from typing import Any, Generic, TypeVar
 
 import attrs
 import torch
 
 from engine_bridge.rows import BatchSpan
 from sessiontree import MediaItem, Unsupported
+from sessiontree.media import each_content_once
 from sessiontree.positions import Mode
 
 
@@ -58,34 +59,24 @@ class DecodeOutputs:
         return self._ramps[-width]
 
 
-class ExtendBatch:
-    """The inputs of one ragged prefill batch of B requests and T tokens. Tensors are views of the stager's own, at fixed addresses.
+Outputs = TypeVar("Outputs", ExtendOutputs, DecodeOutputs)
 
-    They are those of this batch until the stager's next ``extend``, after which reading them raises Unsupported.
 
-    ``input_ids``: (T,) int64. ``positions``: (num_position_axes, T) of the stager's dtype; contiguous along tokens.
-    ``cu_seqlens_q``: (B + 1,) int32, where each request's tokens begin. ``seq_lens``: (B,) int32, window ends. ``prefix_lens``:
-    (B,) int32, window starts. ``req_slots``: (B,) int32. ``mrope_deltas``: (B, 1) of the stager's dtype, of each whole path,
-    whatever the window. ``logits_indices``: (B,) int32, ``cu_seqlens_q[1:] - 1``: each window's last token (an empty one has none).
-    ``media_spans``: placeholders in the batch, in order. ``needed_items``: the items that have any, each content once.
-    """
+class _Batch(Generic[Outputs]):
+    """What batches of both kinds have. Reading a tensor raises Unsupported once a later batch of its kind was made."""
 
-    __slots__ = ("_serial", "_whole", "_windows", "media_spans", "mode", "num_requests", "num_tokens")
+    __slots__ = ("_serial", "_whole", "num_requests")
 
-    def __init__(
-        self, outputs: ExtendOutputs, num_requests: int, num_tokens: int, windows: Any, spans: tuple[BatchSpan, ...], mode: Mode
-    ) -> None:
-        self._whole = outputs
+    num_tokens: int
+
+    def __init__(self, outputs: Outputs, num_requests: int) -> None:
+        self._whole: Outputs = outputs
         self._serial = outputs.serial
-        self._windows = windows
         self.num_requests = num_requests
-        self.num_tokens = num_tokens
-        self.media_spans = spans
-        self.mode = mode
 
-    def _outputs(self) -> ExtendOutputs:
+    def _outputs(self) -> Outputs:
         if self._serial != self._whole.serial:
-            _refuse_overwritten(self.num_requests)
+            raise Unsupported(f"this batch of {self.num_requests} requests was overwritten by a later one")
         return self._whole
 
     @property
@@ -97,28 +88,52 @@ class ExtendBatch:
         return self._outputs().positions[:, : self.num_tokens]
 
     @property
-    def cu_seqlens_q(self) -> torch.Tensor:
-        return self._outputs().cu_seqlens_q[: self.num_requests + 1]
-
-    @property
     def seq_lens(self) -> torch.Tensor:
         return self._outputs().seq_lens[: self.num_requests]
-
-    @property
-    def prefix_lens(self) -> torch.Tensor:
-        return self._outputs().prefix_lens[: self.num_requests]
 
     @property
     def req_slots(self) -> torch.Tensor:
         return self._outputs().req_slots[: self.num_requests]
 
     @property
-    def logits_indices(self) -> torch.Tensor:
-        return self._outputs().logits_indices[: self.num_requests]
-
-    @property
     def mrope_deltas(self) -> torch.Tensor:
         return self._outputs().mrope_deltas[: self.num_requests]
+
+
+class ExtendBatch(_Batch[ExtendOutputs]):
+    """The inputs of one ragged prefill batch of B requests and T tokens. Tensors are views of the stager's own, at fixed addresses.
+
+    They are those of this batch until the stager's next ``extend``, after which reading them raises Unsupported.
+
+    ``input_ids``: (T,) int64. ``positions``: (num_position_axes, T) of the stager's dtype; contiguous along tokens.
+    ``cu_seqlens_q``: (B + 1,) int32, where each request's tokens begin. ``seq_lens``: (B,) int32, window ends. ``prefix_lens``:
+    (B,) int32, window starts. ``req_slots``: (B,) int32. ``mrope_deltas``: (B, 1) of the stager's dtype, of each whole path,
+    whatever the window. ``logits_indices``: (B,) int32, ``cu_seqlens_q[1:] - 1``: each window's last token (an empty one has none).
+    ``media_spans``: placeholders in the batch, in order. ``needed_items``: the items that have any, each content once.
+    """
+
+    __slots__ = ("_windows", "media_spans", "mode", "num_tokens")
+
+    def __init__(
+        self, outputs: ExtendOutputs, num_requests: int, num_tokens: int, windows: Any, spans: tuple[BatchSpan, ...], mode: Mode
+    ) -> None:
+        super().__init__(outputs, num_requests)
+        self._windows = windows
+        self.num_tokens = num_tokens
+        self.media_spans = spans
+        self.mode = mode
+
+    @property
+    def cu_seqlens_q(self) -> torch.Tensor:
+        return self._outputs().cu_seqlens_q[: self.num_requests + 1]
+
+    @property
+    def prefix_lens(self) -> torch.Tensor:
+        return self._outputs().prefix_lens[: self.num_requests]
+
+    @property
+    def logits_indices(self) -> torch.Tensor:
+        return self._outputs().logits_indices[: self.num_requests]
 
     @property
     def max_seqlen_q(self) -> int:
@@ -133,16 +148,13 @@ class ExtendBatch:
 
     @property
     def needed_items(self) -> tuple[MediaItem, ...]:
-        needed: dict[Any, MediaItem] = {}
-        for span in self.media_spans:
-            needed.setdefault(span.item.content(), span.item)
-        return tuple(needed.values())
+        return each_content_once(span.item for span in self.media_spans)
 
     def __repr__(self) -> str:
         return f"<ExtendBatch of {self.num_requests} requests, {self.num_tokens} tokens>"
 
 
-class DecodeBatch:
+class DecodeBatch(_Batch[DecodeOutputs]):
     """The inputs of one decode step of B requests, ``width`` tokens each: the last of each path, where they stand.
 
     Tensors as in :class:`ExtendBatch`, until the stager's next ``decode``. ``input_ids``: (B * width,) int64.
@@ -150,42 +162,12 @@ class DecodeBatch:
     ``req_slots``: (B,) int32. ``cu_seqlens_q``: (B + 1,) int32. ``logits_indices``: (B,) int32, the last token of each.
     """
 
-    __slots__ = ("_serial", "_whole", "num_requests", "width")
+    __slots__ = ("num_tokens", "width")
 
     def __init__(self, outputs: DecodeOutputs, num_requests: int, width: int) -> None:
-        self._whole = outputs
-        self._serial = outputs.serial
-        self.num_requests = num_requests
+        super().__init__(outputs, num_requests)
+        self.num_tokens = num_requests * width
         self.width = width
-
-    def _outputs(self) -> DecodeOutputs:
-        if self._serial != self._whole.serial:
-            _refuse_overwritten(self.num_requests)
-        return self._whole
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_requests * self.width
-
-    @property
-    def input_ids(self) -> torch.Tensor:
-        return self._outputs().input_ids[: self.num_tokens]
-
-    @property
-    def positions(self) -> torch.Tensor:
-        return self._outputs().positions[:, : self.num_tokens]
-
-    @property
-    def seq_lens(self) -> torch.Tensor:
-        return self._outputs().seq_lens[: self.num_requests]
-
-    @property
-    def mrope_deltas(self) -> torch.Tensor:
-        return self._outputs().mrope_deltas[: self.num_requests]
-
-    @property
-    def req_slots(self) -> torch.Tensor:
-        return self._outputs().req_slots[: self.num_requests]
 
     @property
     def cu_seqlens_q(self) -> torch.Tensor:
@@ -197,7 +179,3 @@ class DecodeBatch:
 
     def __repr__(self) -> str:
         return f"<DecodeBatch of {self.num_requests} requests, {self.width} tokens each>"
-
-
-def _refuse_overwritten(num_requests: int) -> NoReturn:
-    raise Unsupported(f"this batch of {num_requests} requests was overwritten by a later one")

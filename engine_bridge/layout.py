@@ -73,7 +73,7 @@ def bytes_of(words: NDArray[np.int32]) -> memoryview:
 
 
 class ExtendArea:
-    """One extend area as arrays: ``words``, and a view of each of its parts.
+    """One extend area as arrays: a view of each of its parts.
 
     ``num_requests``, ``num_kinds``: how much of the columns, and of ``kind``, the last batch has written.
     """
@@ -85,7 +85,6 @@ class ExtendArea:
         "fields",
         "header",
         "kind",
-        "layout",
         "logits_indices",
         "num_kinds",
         "num_requests",
@@ -94,14 +93,11 @@ class ExtendArea:
         "prefix_lens",
         "req_slots",
         "seq_lens",
-        "words",
         "words_pen",
     )
 
     def __init__(self, layout: ExtendLayout, words: NDArray[np.int32]) -> None:
         requests, runs = layout.max_requests, layout.max_runs
-        self.layout = layout
-        self.words = words
         self.num_requests = 0
         self.num_kinds = 0
         self.header = words[:HEADER]

@@ -44,6 +44,7 @@ from hashlib import sha256
 from typing import Any, Final, Literal, get_args, overload
 
 from engine_bridge.chains import VLLM, Chain, NanoVLLM, SGLang, VLLMCbor
+from engine_bridge.policies import committed
 from sessiontree import Draft, Node, OutOfRange, PositionError, Unsupported
 from sessiontree.frozen import checked_text
 from sessiontree.node import deepest_from
@@ -151,8 +152,8 @@ def page_hashes(
     """
     if not isinstance(node, (Node, Draft)):
         raise TypeError(f"pages are those of a Node or a Draft, not of a {type(node).__name__}")
-    committed = node.parent if isinstance(node, Draft) else node
-    namespace = committed.namespace
+    last = committed(node)
+    namespace = last.namespace
     chain = _chain(
         checked_text(scheme, "scheme"),
         as_index(page_size, "page_size"),
@@ -161,11 +162,11 @@ def page_hashes(
         checked_text(none_hash_seed, "none_hash_seed"),
         checked_text(mode, "mode"),
     )
-    reached = chain.reached(committed)
+    reached = chain.reached(last)
     if isinstance(node, Draft):
         first = node.start // chain.page_size
-        return PageHashes(chain, committed, first, chain.advance(reached, node).hashes)
-    return PageHashes(chain, committed.parent, committed.start // chain.page_size, reached.hashes)
+        return PageHashes(chain, last, first, chain.advance(reached, node).hashes)
+    return PageHashes(chain, last.parent, last.start // chain.page_size, reached.hashes)
 
 
 def _checked_lora(lora: Any) -> str | tuple[str, str]:

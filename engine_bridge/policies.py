@@ -14,16 +14,15 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from sessiontree import Draft, MediaItem, MediaSpanError, Node, Unsupported
-from sessiontree.details import TailPolicy
+from sessiontree import Draft, MediaItem, Node, Unsupported
+from sessiontree.details import TAIL_POLICIES, TailPolicy
 from sessiontree.frozen import checked_text
-from sessiontree.node import clipped_spans, open_item
+from sessiontree.node import clipped_spans, refuse_inside_item
 from sessiontree.positions import Mode, PositionState
 from sessiontree.positions.runs import Piece, is_external, write
 from sessiontree.query import validate
 from sessiontree.tokens import token_array, window
 
-TAIL_POLICIES: Final = ("keep", "drop_last")
 _UNPAIRED: Final = ("unanswered_call", "unrequested_result", "repeated_result", "malformed")
 
 
@@ -98,6 +97,11 @@ class Prompt:
         return table, state
 
 
+def committed(node: Node | Draft) -> Node:
+    """The last node of a path that is in the tree: itself, or a draft's parent."""
+    return node if isinstance(node, Node) else node.parent
+
+
 def prompt_of(
     node: Node | Draft, prefix_len: int = 0, *, tail_policy: TailPolicy | None = None, paired_calls: bool = False
 ) -> Prompt:
@@ -113,24 +117,17 @@ def prompt_of(
     """
     if not isinstance(node, (Node, Draft)):
         raise TypeError(f"a prompt is made of a Node or a Draft, not {type(node).__name__}")
-    committed = node if isinstance(node, Node) else node.parent
-    state = committed.position_state()
-    if state.open_block is not None:
-        item, start, stop = open_item(committed, state.open_block)
-        raise MediaSpanError(
-            f"{node!r} ends inside {item}, tokens [{start}, {stop}) so far; an engine takes an item whole",
-            item=item,
-            span=(start, stop),
-        )
+    last = committed(node)
+    refuse_inside_item(last, node, "an engine takes an item whole")
     if paired_calls:
-        check_paired_calls(committed)
-    dropped = _dropped(committed, tail_policy)
-    prefix_len, stop = window(prefix_len, None, node.stop - len(dropped), "prefix_len")
+        check_paired_calls(last)
+    dropped = _dropped(last, tail_policy)
+    prefix_len, _ = window(prefix_len, None, node.stop - len(dropped), "prefix_len")
     if not dropped:
         ids = node.input_ids(prefix_len)
     else:
         ids = token_array(np.delete(node.input_ids(copy=False), list(dropped))[prefix_len:].tobytes())
-    return Prompt(node, prefix_len, tail_policy, dropped, ids, _placed(committed, prefix_len, dropped))
+    return Prompt(node, prefix_len, tail_policy, dropped, ids, _placed(last, prefix_len, dropped))
 
 
 def check_paired_calls(node: Node) -> None:

@@ -6,12 +6,12 @@ Nothing in this module remembers anything between calls.
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 import torch
 
+from engine_bridge.policies import committed
 from sessiontree import Draft, Features, MediaItem, NeedsMedia, Node, OutOfRange
+from sessiontree.media import each_content_once
 from sessiontree.node import MediaSpan, clipped_spans
 from sessiontree.positions import Mode
 from sessiontree.tokens import window
@@ -68,12 +68,10 @@ def request_inputs(
     prefix_len, stop = window(prefix_len, None, node.stop, "prefix_len")
     ids = node.input_ids(prefix_len)
     positions = node.positions(prefix_len, None, mode)
-    committed = node if isinstance(node, Node) else node.parent
-    clipped = clipped_spans(committed, min(prefix_len, committed.stop), min(stop, committed.stop))
-    needed: dict[Any, MediaItem] = {}
-    for item, *_ in clipped:
-        needed.setdefault(item.content(), item)
-    held = held_features(committed, tuple(needed.values())) if features else None
+    last = committed(node)
+    clipped = clipped_spans(last, min(prefix_len, last.stop), min(stop, last.stop))
+    needed = each_content_once(item for item, *_ in clipped)
+    held = held_features(last, needed) if features else None
     delta = node.scheme.mrope_position_delta(node.position_state(mode))
     dtype = torch.int64 if positions.dtype.kind == "i" else torch.float32
     return RequestInputs(
@@ -82,7 +80,7 @@ def request_inputs(
         torch.tensor([[delta]], dtype=torch.float32 if isinstance(delta, float) else torch.int64, device=device),
         tuple((item, begin, end) for item, begin, end, _ in clipped),
         tuple(row for *_, row in clipped),
-        tuple(needed.values()),
+        needed,
         mode,
         prefix_len,
         held,

@@ -24,6 +24,7 @@ from engine_bridge.layout import (
     TEXT,
     WORD,
 )
+from engine_bridge.policies import committed
 from sessiontree import Draft, LimitExceeded, MediaItem, Node, PositionError, Unsupported
 from sessiontree.draft import position_pieces as draft_pieces
 from sessiontree.node import clipped_spans
@@ -184,8 +185,8 @@ def gather(
             for piece in pieces_of(node, first, last, mode):
                 for at, run, begin, end in clipped_runs(piece):
                     builder.add(column + at, run, begin, end, node.scheme)
-            committed = node if isinstance(node, Node) else node.parent
-            for item, begin, end, row in clipped_spans(committed, min(first, committed.stop), min(last, committed.stop)):
+            placed = committed(node)
+            for item, begin, end, row in clipped_spans(placed, min(first, placed.stop), min(last, placed.stop)):
                 spans.append(BatchSpan(number, item, column + begin - first, column + end - first, row))
         elif last > first:
             builder.text(column, bases[number] - column)

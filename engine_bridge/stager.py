@@ -26,7 +26,7 @@ from engine_bridge.batches import DecodeBatch, DecodeOutputs, ExtendBatch, Exten
 from engine_bridge.expand import expand_decode, expand_extend
 from engine_bridge.layout import FIELDS, HEADER, WORD, WORD_BYTES, ExtendArea, ExtendLayout, bytes_of
 from engine_bridge.ring import Ring
-from engine_bridge.rows import Gathered, check_limit, gather, windows
+from engine_bridge.rows import Gathered, check_limit, gather, path_of, windows
 from sessiontree import Draft, LimitExceeded, Node, OutOfRange, Unsupported
 from sessiontree.frozen import to_numpy
 from sessiontree.positions import Mode
@@ -310,9 +310,7 @@ class InputStager:
         self._live[named] = True
 
     def _admitted(self, node: Node | Draft) -> tuple[tuple[int, int, int], NDArray[np.int32]]:
-        if not isinstance(node, (Node, Draft)):
-            raise TypeError(f"a batch is of Nodes and Drafts, not {type(node).__name__}")
-        state = node.position_state()
+        state = path_of(node).position_state()
         if state.open_block is not None:
             raise Unsupported(f"{node!r} ends inside an item; nothing can be decoded there")
         if not node.stop:

@@ -34,7 +34,7 @@ import msgpack
 import numpy as np
 from pyrsistent import PMap, pmap
 
-from sessiontree.details import NO_DETAILS, Details, Link
+from sessiontree.details import NO_DETAILS, TAIL_POLICIES, Details, Link
 from sessiontree.digest import ID_BYTES, content_prefix, node_id, pack, root_id
 from sessiontree.errors import CorruptTree, IncompatibleStore, LimitExceeded, OutOfRange, SessionTreeError, Unsupported
 from sessiontree.frozen import EMPTY_METADATA, MAX_DEPTH, frozen_array
@@ -712,7 +712,7 @@ _new = object.__new__
 def _details(value: Any) -> Details:
     metadata, finish_reason, tail_policy, links = _fields(value, 4, "details")
     _text_or_none(finish_reason, "a finish reason")
-    if tail_policy not in (None, "keep", "drop_last"):
+    if tail_policy is not None and tail_policy not in TAIL_POLICIES:
         _wrong("tail_policy is none")
     if type(links) is not tuple:
         _wrong("links are an array")

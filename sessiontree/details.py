@@ -7,7 +7,7 @@ the path for them.
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 from pyrsistent import PMap, pmap
@@ -16,6 +16,7 @@ from sessiontree.frozen import EMPTY_METADATA
 
 LinkKind = Literal["derived_from", "prefix_of"]
 TailPolicy = Literal["keep", "drop_last"]
+TAIL_POLICIES: Final[tuple[str, ...]] = get_args(TailPolicy)
 
 
 class Link(NamedTuple):

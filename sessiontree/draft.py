@@ -17,18 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pyrsistent import PMap
 
-from sessiontree.details import Details, TailPolicy
+from sessiontree.details import TAIL_POLICIES, Details, TailPolicy
 from sessiontree.errors import (
     DraftClosed,
     FinishRefused,
     LimitExceeded,
-    MediaSpanError,
     PositionLimitExceeded,
     Unsupported,
 )
 from sessiontree.frozen import checked_text, freeze_metadata, handed_out
 from sessiontree.media import MediaItem
-from sessiontree.node import MediaSpan, Node, Origin, open_item, positions_array, positions_in
+from sessiontree.node import MediaSpan, Node, Origin, positions_array, positions_in, refuse_inside_item
 from sessiontree.node import position_pieces as node_pieces
 from sessiontree.positions import Mode, PositionScheme, PositionState
 from sessiontree.positions.runs import Piece, write
@@ -93,13 +92,7 @@ class Draft:
     ) -> None:
         """``max_tokens``: limit of the path's length. ``commit``: attaches a planned turn and returns its node."""
         state = parent.position_state()
-        if state.open_block is not None:
-            item, start, stop = open_item(parent, state.open_block)
-            raise MediaSpanError(
-                f"{parent!r} ends inside {item}, tokens [{start}, {stop}) so far; nothing can be generated there",
-                item=item,
-                span=(start, stop),
-            )
+        refuse_inside_item(parent, parent, "nothing can be generated there")
         self._parent = parent
         self._start = parent.stop
         self._role = checked_text(role, "role")
@@ -212,7 +205,7 @@ class Draft:
         self._check_open()
         finish_reason = checked_finish_reason(finish_reason)
         tail_policy = checked_text(tail_policy, "tail_policy")  # type: ignore[assignment]
-        if tail_policy not in ("keep", "drop_last"):
+        if tail_policy not in TAIL_POLICIES:
             raise FinishRefused(f"no tail policy {tail_policy!r}; keep or drop_last", tail_policy=tail_policy)
         count = len(self._tokens) if length is None else in_range(length, len(self._tokens), "length", self)
         if tail_policy == "drop_last":

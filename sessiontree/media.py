@@ -244,6 +244,14 @@ def in_token_order(media: Iterable[MediaItem]) -> tuple[MediaItem, ...]:
     return tuple(sorted(media, key=lambda item: item.spans[0][0]))
 
 
+def each_content_once(items: Iterable[MediaItem]) -> tuple[MediaItem, ...]:
+    """The first of each content, in order."""
+    found: dict[tuple[Any, ...], MediaItem] = {}
+    for item in items:
+        found.setdefault(item.content(), item)
+    return tuple(found.values())
+
+
 def media_identity(kind: str, data: Any, *, options: Mapping[str, Any] | None = None) -> bytes:
     """The 32-byte identity of some content.
 

@@ -19,7 +19,7 @@ from pyrsistent import PMap
 
 from sessiontree.details import NO_DETAILS, Details, Link, TailPolicy, with_open_calls
 from sessiontree.digest import root_id
-from sessiontree.errors import OutOfRange, PositionError
+from sessiontree.errors import MediaSpanError, OutOfRange, PositionError
 from sessiontree.features import FeatureStore
 from sessiontree.frozen import Sealed, checked_text, frozen_empty, handed_out, no_subclasses, seal
 from sessiontree.media import MediaItem
@@ -385,7 +385,7 @@ def make_child(
     beyond = None if jump is None else jump[2]
     jump = beyond if beyond is not None and depth - jump[3] == jump[3] - beyond[3] else above  # type: ignore[index]
     depth += 1
-    if media and runs.__class__ is int:  # as records of an earlier form say it
+    if media and runs.__class__ is int:  # audio can stand as text does
         runs = spelled_out(runs, stop - parent.stop)
     before = parent._details
     if details is not NO_DETAILS or before is not NO_DETAILS:
@@ -579,6 +579,14 @@ def open_item(node: Node, block: OpenBlock) -> tuple[MediaItem, int, int]:
                 return item, at.start + offset, at.start + offset + length
         at = _parent(at)._with_media
     raise LookupError(block)
+
+
+def refuse_inside_item(node: Node, what: object, why: str) -> None:
+    """Raises MediaSpanError where a path ends inside an item. ``what``: what is named, that node or a draft under it."""
+    block = node.state.open_block
+    if block is not None:
+        item, start, stop = open_item(node, block)
+        raise MediaSpanError(f"{what!r} ends inside {item}, tokens [{start}, {stop}) so far; {why}", item=item, span=(start, stop))
 
 
 def placed_media(node: Node, start: int, stop: int) -> list[Placeholders]:

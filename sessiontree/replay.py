@@ -19,7 +19,7 @@ from pyrsistent import PMap
 
 from sessiontree.details import Link, TailPolicy
 from sessiontree.errors import CorruptTree
-from sessiontree.media import MediaItem
+from sessiontree.media import MediaItem, each_content_once
 from sessiontree.node import MediaSpan, Node
 from sessiontree.stored import StoredIndex
 from sessiontree.tokens import Position
@@ -204,10 +204,7 @@ def _is_damaged(tree: SessionTree) -> bool:
 
 
 def _contents(node: Node) -> tuple[MediaItem, ...]:
-    found: dict[tuple[Any, ...], MediaItem] = {}
-    for item, _, _ in node.media_spans():
-        found.setdefault(item.content(), item)
-    return tuple(found.values())
+    return each_content_once(item for item, _, _ in node.media_spans())
 
 
 def _absent(node: Node) -> tuple[MediaItem, ...]:

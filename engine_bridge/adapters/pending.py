@@ -76,7 +76,7 @@ class PendingPrompt:
         in_range(length, self.stop, "length", "the prompt")
         if length <= self.kept:
             return PendingPrompt.of(self.node, length)
-        made, at = PendingPrompt(self.node, self.kept, self._state_behind_kept()), self.kept
+        made, at = PendingPrompt.of(self.node, self.kept), self.kept
         for turn in self._turns:
             count = min(turn.size, length - at)
             if count <= 0:
@@ -179,6 +179,3 @@ class PendingPrompt:
         while at is not None and at.start + at.media[0].spans[0][0] >= self.kept:
             at = None if at.parent is None else at.parent._with_media
         return at is not None
-
-    def _state_behind_kept(self) -> PositionState:
-        return PendingPrompt.of(self.node, self.kept).state

@@ -26,7 +26,7 @@ from engine_bridge.adapters.sglang_media import tensor_of
 from engine_bridge.adapters.sglang_params import check_types
 from engine_bridge.adapters.sglang_sessions import SessionTreeController
 from engine_bridge.engines import importing
-from engine_bridge.policies import PlacedItem, Prompt, prompt_of
+from engine_bridge.policies import PlacedItem, Prompt, committed, prompt_of
 from engine_bridge.request import held_features
 from sessiontree import Draft, Features, MediaItem, MediaSpanError, Node, OutOfRange, Unsupported
 from sessiontree.details import TailPolicy
@@ -142,7 +142,7 @@ def to_sglang(
     MediaSpanError for embeddings of another length than their item; what prompt_of raises; TypeError; NeedsExtra without SGLang.
     """
     prompt = prompt_of(node, prefix_len, tail_policy=tail_policy, paired_calls=paired_calls)
-    scheme, namespace = node.scheme, node.namespace if isinstance(node, Node) else node.parent.namespace
+    scheme, namespace = node.scheme, committed(node).namespace
     if f"{scheme.family}@sglang" not in known_schemes() or scheme.num_axes not in (1, 3):
         raise Unsupported(f"{scheme.name}: SGLang 0.5.23 has no positions for this family", scheme=scheme.name)
     _check_fields(fields)

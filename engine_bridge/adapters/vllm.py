@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from engine_bridge.engines import importing
-from engine_bridge.policies import Prompt, prompt_of
+from engine_bridge.policies import Prompt, committed, prompt_of
+from engine_bridge.request import held_features
 from engine_bridge.vllm_ranges import VLLMRange, placeholder_name, token_id, vllm_ranges
-from sessiontree import Draft, Features, MediaItem, NeedsMedia, Node, OutOfRange, Unsupported
+from sessiontree import Draft, Features, MediaItem, Node, OutOfRange, Unsupported
 from sessiontree.details import TailPolicy
 from sessiontree.media import Modality
 from sessiontree.positions.runs import is_external
@@ -103,7 +104,7 @@ def to_vllm(
         from vllm.inputs import mm_input, tokens_input
 
     prompt, ranges = _checked(node, prefix_len, tail_policy, paired_calls)
-    salt = _committed(node).namespace.cache_salt or None
+    salt = committed(node).namespace.cache_salt or None
     ids = _written(prompt, ranges).tolist()
     if not ranges:
         given: EngineInput = tokens_input(ids, cache_salt=salt)
@@ -193,7 +194,7 @@ def to_vllm_prompt(
             given["multi_modal_data"] = {name: _data(node, items, held) for name, items in modalities.items()}
         else:
             given["multi_modal_data"] = {name: [None] * len(items) for name, items in modalities.items()}
-    if salt := _committed(node).namespace.cache_salt:
+    if salt := committed(node).namespace.cache_salt:
         given["cache_salt"] = salt
     return given
 
@@ -214,10 +215,6 @@ def _checked(
         if known.content() != item.content():
             raise Unsupported(f"{item!r} and {known!r} have one identity, by which alone vLLM keeps features", item=item)
     return prompt, vllm_ranges(node.scheme, prompt.input_ids, prompt.media)
-
-
-def _committed(node: Node | Draft) -> Node:
-    return node if isinstance(node, Node) else node.parent
 
 
 def _written(prompt: Prompt, ranges: Iterable[VLLMRange]) -> Any:
@@ -267,11 +264,7 @@ def _check_timestamps(ids: Any, placed: VLLMRange, timestamp_ids: TimestampIds |
 def _held(node: Node | Draft, ranges: Iterable[VLLMRange]) -> dict[Any, Features]:
     """The features of every item by content. Raises NeedsMedia with those that are missing."""
     items = {placed.item.content(): placed.item for placed in ranges}
-    committed = _committed(node)
-    store = committed.feature_store
-    if store is None:
-        raise NeedsMedia(f"features are not held: {committed!r} belongs to no open store", items=tuple(items.values()))
-    return dict(zip(items, store.need(tuple(items.values())), strict=True))
+    return dict(zip(items, held_features(committed(node), tuple(items.values())), strict=True))
 
 
 def _taken(node: Node | Draft, item: MediaItem) -> dict[str, int]:

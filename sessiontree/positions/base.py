@@ -27,7 +27,7 @@ from pyrsistent import PMap, pmap
 from sessiontree.errors import MediaSpanError, PositionError, PositionLimitExceeded, Unsupported
 from sessiontree.frozen import Sealed, checked_text, frozen_array, handed_out, no_subclasses, seal
 from sessiontree.media import CONTENT_FIELDS, MediaItem, Placement, placements
-from sessiontree.positions.runs import ExternalRun, Piece, Runs, TextRun, grid_run, packed, spelled_out, write
+from sessiontree.positions.runs import ExternalRun, Piece, Runs, TextRun, grid_run, packed, write
 from sessiontree.tokens import TOKEN_BYTES, Position, TokenIds, as_index, shown, token_bytes
 
 RULES: Final = ("hf5", "sglang", "vllm")
@@ -465,8 +465,7 @@ class PositionScheme(Sealed):
             if part.item.unfinished:
                 cursor.open_blocks.append(OpenBlock(part.item.content(), part.base, part.placeholders))
         self._check_limit(max(cursor.max_position, cursor.next_position - 1))
-        runs = self.compact(cursor.runs)
-        return spelled_out(runs, count) if placed else runs, cursor.state()
+        return self.compact(cursor.runs), cursor.state()
 
     def _begun(self, cursor: Cursor, item: MediaItem, span: tuple[int, int]) -> _Part:
         """``item`` as far as the path holds it already."""

@@ -1708,7 +1708,7 @@ def test_an_interrupt_at_any_line(tmp_path: Path, what: str, small: None) -> Non
     source = some_store()
     export_bundle(source, tmp_path / "bundle")
     whole, data = all_seen(source), (tmp_path / "bundle").read_bytes()
-    codes = set(code_of(bundles, bundle_contents, bundle_file, sessiontree.store))
+    codes = set(code_of(bundles, bundle_contents, bundle_file, sessiontree.store, sessiontree.session))
     for at in itertools.count(0, 3 if SOAK else 17):
         disk = Disk()
         with open_on(disk, durability="group") as store:

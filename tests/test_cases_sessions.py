@@ -83,6 +83,7 @@ from tests.toy import (
     same,
     shown,
     spans_of,
+    store_of,
     toy_scheme,
     tree_digest,
     turn,
@@ -797,7 +798,7 @@ def test_c55_a_later_turn_has_only_what_it_was_given() -> None:
         "replaced": session.replace(answer, [7], head="main"),
         "recorded": session.record([1, 2, 3, 9], [8]).completion,
     }
-    with_fork = session._store.fork(session, answer, "fork")
+    with_fork = store_of(session).fork(session, answer, "fork")
     made["forked append"] = with_fork.append(answer, [5])
     made["forked draft"] = with_fork.draft(answer)
     for name, one in made.items():
@@ -1247,7 +1248,7 @@ OPERATIONS: dict[str, Callable[[Session, Node, int], object]] = {
     "commit": lambda session, node, number: decode(session, node, *range(58)),
     "draft": lambda session, node, number: decode_into(session.draft(node), number),
     "set_head": lambda session, node, number: session.set_head("main", node),
-    "fork": lambda session, node, number: session._store.fork(session, node, f"fork {number}"),
+    "fork": lambda session, node, number: store_of(session).fork(session, node, f"fork {number}"),
     "drop_last": lambda session, node, number: session.drop_last(node, 1 + number % 50),
     "rewrite": lambda session, node, number: session.rewrite(node, [Edit(node.stop - 2, node.stop, [number])]),
     "record": lambda session, node, number: session.replace(node, [number] * 58, head="main"),
@@ -1346,7 +1347,7 @@ def test_c63_bytes_are_a_constant_times_distinct_tokens(shape: str) -> None:
 
 def test_c63_a_fork_copies_nothing() -> None:
     session, node = line(5_000)
-    store = session._store
+    store = store_of(session)
     store.fork(session, node, "warm")
     gc.collect()
     tracemalloc.start()

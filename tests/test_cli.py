@@ -30,7 +30,7 @@ from tests.command_line import ROOT, conversation, environment, flip, generate, 
 from tests.disk import Disk
 from tests.disk_model import open_on
 from tests.test_store_disk import log_of, records_of
-from tests.toy import a_turn, image, media, shown, toy_scheme, turn
+from tests.toy import a_turn, image, media, shown, store_of, toy_scheme, turn
 
 COMMANDS = ["ls", "tree", "show", "log", "diff", "replay", "stats", "fsck", "export", "import", "pin", "unpin", "drop", "gc"]
 READING = ["ls", "tree", "show", "log", "diff", "replay"]
@@ -285,7 +285,7 @@ def deep(tmp_path: Path) -> Iterator[Session]:
 
 @pytest.mark.parametrize("name", ["deep", "fork"])
 def test_log_says_of_nodes_that_it_reads_alone_what_they_say_themselves(deep: Session, tmp_path: Path, name: str) -> None:
-    session = deep._store.get(name)
+    session = store_of(deep).get(name)
     path = session.head("main").node.path()[::-1]
     marks, text = Marks(session, Shape(session._tree)), Words(lambda ids: " ".join(map(str, ids)), lambda each: each != 7)
     for store in (tmp_path / "deep", tmp_path / "bundle"):

@@ -1442,7 +1442,17 @@ class Anywhere(Interrupt):
 
     FILES = frozenset(
         module.__file__
-        for module in (segment_log, frames, scan, journal, compaction, sessiontree.store, sessiontree.stored, sessiontree.tree)
+        for module in (
+            segment_log,
+            frames,
+            scan,
+            journal,
+            compaction,
+            sessiontree.store,
+            sessiontree.session,
+            sessiontree.stored,
+            sessiontree.tree,
+        )
     )
 
 

@@ -20,6 +20,7 @@ from sessiontree.journal import SessionNodes
 from tests.disk import Disk
 from tests.disk_model import open_on
 from tests.test_freezing import openings
+from tests.toy import store_of
 
 DEPTH = 40
 
@@ -157,7 +158,7 @@ def test_a_damaged_node_is_an_error_where_it_is_asked_for() -> None:
 def test_a_head_of_a_closed_store_has_the_node_that_was_read(opened: Session) -> None:
     one, two, heads = opened.head("middle"), opened.head("main"), opened.heads
     node = one.node
-    opened._store.close()
+    store_of(opened).close()
     assert one.node is node
     assert two.version == 4 and sorted(heads) == ["main", "middle", "start"]
     with pytest.raises(StoreClosed):

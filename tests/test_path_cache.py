@@ -29,6 +29,7 @@ from sessiontree.tokens import TOKEN_BYTES, Extent, PathCache
 from sessiontree.tree import DEFAULT_PATH_CACHE_BYTES
 from tests.test_freezing import assert_sealed
 from tests.test_robustness import alarms, coming_in, forked
+from tests.toy import store_of
 
 MIB = 2**20
 
@@ -38,7 +39,7 @@ def text_session(path_cache_bytes: int = MIB) -> Session:
 
 
 def paths_of(session: Session) -> PathCache:
-    return session._store._paths
+    return store_of(session)._paths
 
 
 def kept(paths: PathCache) -> dict[int, bytes]:
@@ -120,7 +121,7 @@ def trees(draw: st.DrawFn) -> list[tuple[Node, list[int]]]:
             tree, node = session.tree.append(parent, own)
             outside += [(node, path + own), (tree.append(node, own)[1], path + own + own)]
         elif what == "fork":
-            with session._store.fork(session, parent, "f") as other:
+            with store_of(session).fork(session, parent, "f") as other:
                 outside.append((other.append(parent, own), path + own))
         elif what == "commit":
             with session.draft(parent) as draft:
@@ -256,7 +257,7 @@ def test_a_view_outlives_all_else() -> None:
     views = [node.input_ids(copy=False) for node in (*forks, *session.tree)]
     expected = [view.tolist() for view in views]
     paths = paths_of(session)
-    session._store.close()
+    store_of(session).close()
     del session, forks
     gc.collect()
     assert [view.tolist() for view in views] == expected
@@ -473,8 +474,8 @@ def test_64_forks_of_a_million_tokens_take_40_mb_at_most() -> None:
         now, most = growth()
         assert now <= DEFAULT_PATH_CACHE_BYTES + 100_000 < 40_000_000
         assert most <= 40_000_000
-    assert session._store.usage().path_cache_bytes <= DEFAULT_PATH_CACHE_BYTES
-    assert session._store.usage().path_cache_budget_bytes == DEFAULT_PATH_CACHE_BYTES
+    assert store_of(session).usage().path_cache_bytes <= DEFAULT_PATH_CACHE_BYTES
+    assert store_of(session).usage().path_cache_budget_bytes == DEFAULT_PATH_CACHE_BYTES
     check(paths_of(session))
 
 
@@ -499,8 +500,8 @@ def test_clear_and_close() -> None:
     assert paths.held_bytes == 3 * 101 * TOKEN_BYTES
     grown = session.append(forks[0], [7])
     assert grown.input_ids(copy=False).tolist() == [*range(100), 0, 7]
-    session._store.close()
-    session._store.close()
+    store_of(session).close()
+    store_of(session).close()
     assert (paths.held_bytes, kept(paths)) == (0, {})
     late = [node.input_ids(copy=False) for node in forks]  # nodes work on
     check(paths)
@@ -664,7 +665,7 @@ def test_a_read_is_interrupted(read: str) -> None:
 
 def test_signals_while_paths_are_read_and_grow() -> None:
     session = text_session(path_cache_bytes=5000 * TOKEN_BYTES)
-    store = session._store
+    store = store_of(session)
     forks = forks_of(session, 1000, 6)
     path = {node.id: [*range(1000), number] for number, node in enumerate(forks)}
     chance = random.Random(5)
@@ -713,7 +714,7 @@ def test_a_forked_child_reads_views_and_keeps_them() -> None:
         assert view.tolist() == [*range(2000), 0, 5]
         check(paths)
         assert is_kept(paths, view), "the child keeps nothing"
-        session._store.close()
+        store_of(session).close()
         assert paths.held_bytes == 0
 
     interval = sys.getswitchinterval()

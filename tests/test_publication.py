@@ -41,7 +41,7 @@ from tests.test_tree import IMAGE_PAD, VISION_END, VISION_START, identity, image
 PACKAGE = Path(sessiontree.__file__).parent
 #: What touches anything that two threads see. Left out is what checks and plans before any of it (digests, media, positions), and
 #: what fills a node that nobody has yet.
-MODULES = ("tokens", "node", "index", "tree", "store", "draft", "prefixes", "query", "features")
+MODULES = ("tokens", "node", "index", "tree", "session", "store", "draft", "prefixes", "query", "features")
 UNDER_TEST = frozenset(str(PACKAGE / f"{name}.py") for name in MODULES)
 PRIVATE = frozenset({"as_index", "in_range", "make_child", "token_bytes", "window", "_converted", "_make_room", "_readable"})
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"

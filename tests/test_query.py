@@ -56,6 +56,7 @@ from tests.toy import (
     reference_scheme,
     reply,
     shown,
+    store_of,
     toy_scheme,
     turn,
     video,
@@ -1095,7 +1096,7 @@ def test_joining_one_result_is_that_result_whatever_room_is_kept() -> None:
 
 def forks(session: Session, node: Node, name: str = "fork") -> list[Session | SessionTree]:
     """The ways to fork at a node, by the node and by its id."""
-    store = session._store
+    store = store_of(session)
     return [
         store.fork(session, node, name),
         store.fork(session, node.id, f"{name} by id"),
@@ -1149,7 +1150,7 @@ def expected_fork(conversation: Conversation, number: int) -> tuple[list[int], l
 
 def check_fork(session: Session, nodes: Sequence[Node], conversation: Conversation, number: int) -> None:
     path, beside = expected_fork(conversation, number)
-    for fork in forks(session, nodes[number], f"{len(session._store.sessions())}"):
+    for fork in forks(session, nodes[number], f"{len(store_of(session).sessions())}"):
         tree = fork.tree if isinstance(fork, Session) else fork
         assert list(tree)[: len(path)] == [nodes[at] for at in path]
         assert {nodes.index(node) for node in list(tree)[len(path) :]} == set(beside)
@@ -1259,7 +1260,7 @@ def test_d13_forks_of_any_conversation(conversation: Conversation) -> None:
 
 def test_d13_what_a_fork_keeps_goes_on_as_any_turn() -> None:
     session = new_session()
-    store = session._store
+    store = store_of(session)
     calls, results = three_results(session)
     below = [session.append(result, [20 + at]) for at, result in enumerate(results)]
     fork = store.fork(session, results[1], "fork")
@@ -1282,7 +1283,7 @@ def test_d13_what_a_fork_keeps_goes_on_as_any_turn() -> None:
 
 def test_d13_a_fork_of_a_fork_keeps_them_too() -> None:
     session = new_session()
-    store = session._store
+    store = store_of(session)
     calls, results = three_results(session)
     one = store.fork(session, results[0], "one")
     two = store.fork(one, results[2], "two")
@@ -1314,7 +1315,7 @@ def test_d13_a_fork_outlives_what_it_was_forked_from() -> None:
     fork = session.tree.forked(results[1])
     longer, _ = fork.append(results[0], [5])
     weak = weakref.ref(session)
-    session._store.close()
+    store_of(session).close()
     del session, calls, results
     gc.collect()
     assert weak() is None
@@ -1331,7 +1332,7 @@ def test_d13_keys_of_what_a_fork_keeps_are_taken_in_it() -> None:
     a = session.append(calls, [2], key="a", metadata={"tool_call_id": "a"})
     b = session.append(calls, [3], key="b", metadata={"tool_call_id": "b"})
     other = session.append(calls, [4], key="c")
-    fork = session._store.fork(session, a, "fork")
+    fork = store_of(session).fork(session, a, "fork")
     assert fork.append(calls, [3], key="b") is b
     refused(fork, KeyTaken, lambda: fork.append(calls, [5], key="b"))
     refused(fork, KeyTaken, lambda: fork.append(calls, [5], key="a"))
@@ -1342,12 +1343,12 @@ def test_d13_keys_of_what_a_fork_keeps_are_taken_in_it() -> None:
 def test_a_fork_at_what_a_session_does_not_hold() -> None:
     session, other = new_session(), new_session()
     node = other.append(other.root, [1])
-    before = session._store.sessions()
-    for fork in (lambda: session._store.fork(session, node, "x"), lambda: session.tree.forked(node.id)):
+    before = store_of(session).sessions()
+    for fork in (lambda: store_of(session).fork(session, node, "x"), lambda: session.tree.forked(node.id)):
         refused(session, UnknownNode, fork)
-    assert session._store.sessions() == before
+    assert store_of(session).sessions() == before
     with pytest.raises(TypeError):
-        session._store.fork(session.tree, session.root, "x")  # type: ignore[arg-type]
+        store_of(session).fork(session.tree, session.root, "x")  # type: ignore[arg-type]
 
 
 # --- a BOS token that is not wanted ---------------------------------------------------------------------------------------
@@ -1645,7 +1646,7 @@ def test_d31_prefixes_and_records(deep: Deep) -> None:
     assert (match.node, match.length, match.within) == (deep.tip, DEPTH, None)
     match = session.longest_prefix([*deep_ids()[:LEAVES], 5, 6])
     assert (match.node, match.length, match.within) == (deep.path[LEAVES], LEAVES + 1, deep.side)
-    fork = session._store.fork(session, deep.tip, "records")
+    fork = store_of(session).fork(session, deep.tip, "records")
     made = fork.record([*deep_ids(), 8], [9])
     assert (made.reused_tokens, made.fork, made.prompt.parent) == (DEPTH, None, deep.tip)
     assert made.completion.input_ids(DEPTH).tolist() == [8, 9]
@@ -1746,7 +1747,7 @@ def test_d31_c60_ten_thousand_siblings(wide: Wide) -> None:
     assert list(copied) == list(tree)
     assert copied.children(calls) == tuple(results)
     assert pickle.loads(pickle.dumps(results[7])).path() == (session.root, calls, results[7])
-    fork = session._store.fork(session, results[-1], "records")
+    fork = store_of(session).fork(session, results[-1], "records")
     made = fork.record([*range(50), 4711, 1], [9])
     assert made.prompt is results[4711]
     fork.close()

@@ -1577,7 +1577,7 @@ def _places(store: SessionStore, what: str, then: str) -> list[Session]:
     return sessions
 
 
-CODES = (sessiontree.store, journal, sessiontree.tree, sessiontree.index, stored)
+CODES = (sessiontree.store, sessiontree.session, journal, sessiontree.tree, sessiontree.index, stored)
 
 
 def code_of(*modules: ModuleType) -> Iterator[CodeType]:
@@ -1648,7 +1648,7 @@ def test_an_interrupt_at_any_line(durability: Durability, what: str) -> None:
 
 @pytest.mark.parametrize("flush", [False, True])
 def test_d03_an_interrupt_at_any_line_and_then_a_full_disk(flush: bool) -> None:
-    codes = set(code_of(sessiontree.store, journal))
+    codes = set(code_of(sessiontree.store, sessiontree.session, journal))
     for at in itertools.count():
         disk = Disk()
         store = prepared(disk, "commit")

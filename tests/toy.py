@@ -286,3 +286,10 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
         thread.join()
     if errors:
         raise errors[0]
+
+
+def store_of(session: Session) -> SessionStore:
+    """The store that a session is in."""
+    store = session._store
+    assert isinstance(store, SessionStore)
+    return store

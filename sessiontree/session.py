@@ -1,0 +1,768 @@
+"""A session: an atom that holds a tree.
+
+A :class:`Session` is the current :class:`~sessiontree.tree.SessionTree`. Readers take it without a lock; a writer takes
+the session's lock, makes a new value and swaps it in, so an operation that raises leaves the old value. What a writer checks
+and plans, it does before it takes the lock wherever that can be long or runs a caller's code. Appending to any node
+always works; only heads are contested, and they move by compare-and-set. There is no clock in here and no cursor.
+
+On disk, a session tells the store's :class:`~sessiontree.journal.Journal` what it did, in the order it did it, before it lets go of
+its lock; it waits for the disk, if it has to, after that. Where it has to, readers see a change only when it is durable, and one
+that the disk refuses was never there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
+
+from numpy.typing import ArrayLike
+from pyrsistent import PMap
+
+from sessiontree.details import NO_DETAILS, Details
+from sessiontree.draft import Draft, checked_finish_reason
+from sessiontree.edits import Content, Edit, Plan, plan_linear, plan_prefix, plan_rewrite, without_bos
+from sessiontree.errors import (
+    SessionTreeError,
+    StaleSession,
+    Unsupported,
+)
+from sessiontree.frozen import checked_text, freeze_metadata
+from sessiontree.heads import Head, HeadNodes
+from sessiontree.journal import Journal, Overtaken, WriteLost
+from sessiontree.locks import new_lock
+from sessiontree.media import MediaItem
+from sessiontree.node import Namespace, Node
+from sessiontree.positions import ExternalPositions, PositionScheme
+from sessiontree.prefixes import PrefixMatch
+from sessiontree.query import Diff, Order, Problem
+from sessiontree.record import Recorded, plan_record, with_key
+from sessiontree.tokens import TokenIds, in_range, token_array, token_bytes
+from sessiontree.tree import UNSET, SessionTree
+from sessiontree.turns import Turn, plan_turn
+
+__all__ = ["Session"]
+
+T = TypeVar("T")
+
+
+class Home(Protocol):
+    """What a session needs of the store that it is in."""
+
+    _journal: Journal | None
+
+    def flush(self) -> None: ...
+
+    def _forget(self, session: Session) -> None: ...
+
+
+class Session:
+    """One session: its tree, its heads, and the operations that change them.
+
+    Every parent and node argument is a Node or its 32-byte id; a node this session does not hold raises UnknownNode. Writing
+    through a closed session raises StaleSession; nodes stay readable.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_closed",
+        "_doubtful",
+        "_dropped",
+        "_generations",
+        "_id",
+        "_incarnation",
+        "_last_used",
+        "_limits",
+        "_lock",
+        "_number",
+        "_open_drafts",
+        "_pins",
+        "_store",
+        "_told",
+        "_tree",
+        "_unsettled",
+        "_used",
+        "_waiting",
+        "_written",
+    )
+
+    def __init__(self, session_id: str, incarnation: int, tree: SessionTree, store: Home, number: int | None = None) -> None:
+        self._id = session_id
+        self._incarnation = incarnation
+        self._tree = tree
+        self._number = number  # in the store's journal; None: it is in memory alone
+        self._written = tree  # what was written last
+        self._told = [tree]  # how far the journal was told of it
+        self._waiting = 0  # what the journal said to wait for
+        self._unsettled: deque[tuple[int, SessionTree]] = deque()  # what is not known to be durable
+        self._limits = tree.limits
+        self._store = store
+        self._lock = new_lock()
+        self._closed = False
+        self._generations = itertools.count(1)
+        self._open_drafts: WeakSet[Draft] = WeakSet()
+        self._pins: dict[bytes, int] = {}  # ids of the pinned nodes
+        self._dropped = False  # whether nodes ever were, so that one that was found before may be gone
+        self._doubtful = False  # whether something may have been recorded that is not seen here
+        self._used = True  # since the last tick
+        self._last_used = -math.inf  # the time when it was
+
+    # Reading
+
+    @property
+    def id(self) -> str:
+        """The id it was opened under."""
+        return self._id
+
+    @property
+    def incarnation(self) -> int:
+        """Which opening of the store this is, counted from 1: a session closed and opened again has another."""
+        return self._incarnation
+
+    @property
+    def tree(self) -> SessionTree:
+        """The tree as it is now, a value: what is appended to it does not reach this session."""
+        return self._tree._read_only()
+
+    @property
+    def root(self) -> Node:
+        """Depth 0, no tokens."""
+        return self._tree.root
+
+    @property
+    def scheme(self) -> PositionScheme:
+        """The position scheme of every node."""
+        return self._tree.scheme
+
+    @property
+    def namespace(self) -> Namespace:
+        """Cache salt, LoRA and tenant."""
+        return self._tree.root.namespace
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens allowed on a path; None without a limit."""
+        return self._limits.max_tokens
+
+    @property
+    def reserve_output(self) -> int:
+        """How many of ``max_tokens`` appends leave to generation."""
+        return self._limits.reserve_output
+
+    @property
+    def closed(self) -> bool:
+        """Whether this incarnation has ended."""
+        return self._closed
+
+    @property
+    def heads(self) -> PMap[str, Node]:
+        """Named nodes; a copy each time. Of a session on disk, each is read when it is asked for by name."""
+        return HeadNodes(dict(self._tree.heads))
+
+    def head(self, name: str) -> Head:
+        """A head with its version. Raises UnknownHead."""
+        return self._tree.head(name)
+
+    def node(self, node_id: bytes) -> Node:
+        """The node of this id. Raises UnknownNode."""
+        return self._tree.node(node_id)
+
+    def children(self, node: Node | bytes) -> tuple[Node, ...]:
+        """Children in commit order."""
+        return self._tree.children(node)
+
+    def siblings(self, node: Node | bytes) -> tuple[Node, ...]:
+        """The other children of its parent, in commit order."""
+        return self._tree.siblings(node)
+
+    def branch_done(self, node: Node | bytes) -> bool:
+        """Whether no turn is to come at ``node`` or below it, as heads say: what only those turns would need can go.
+
+        A head stands where a conversation goes on; an open draft is a turn on its way. So a branch is done when neither is at the
+        node or below it, and all are when the session is closed. A session that never had a head says nothing: none of its branches
+        is done while it is open. Heads outlive the process, so what they say does. Pins say what is kept, not what goes on; and
+        whoever is told that a branch is done may still go on from it, which only costs what was let go.
+
+        O(heads and drafts × log depth). Raises UnknownNode, for nodes that were dropped too.
+        """
+        tree = self._tree
+        node = tree._resolve(node)
+        if self._closed or not tree._moves:
+            return self._closed
+        held = [*(head.node for head in tree._heads.values()), *(draft.parent for draft in self._drafts())]
+        return not any(tip.depth >= node.depth and tip.ancestor(node.depth).id == node.id for tip in held)
+
+    def leaves(self) -> tuple[Node, ...]:
+        """Nodes without children, in commit order."""
+        return self._tree.leaves()
+
+    def lowest_common_ancestor(self, one: Node | bytes, two: Node | bytes) -> Node:
+        """The deepest node on both paths, in O(log depth)."""
+        return self._tree.lowest_common_ancestor(one, two)
+
+    def diff(self, one: Node | bytes, two: Node | bytes) -> Diff:
+        """How the path of ``two`` differs from that of ``one``. See :class:`Diff`."""
+        return self._tree.diff(one, two)
+
+    def descendants(self, node: Node | bytes, order: Order = "commit") -> Iterator[Node]:
+        """All nodes below ``node`` as the tree is now, one by one. See :meth:`SessionTree.descendants`."""
+        return self._tree.descendants(node, order)
+
+    def search(
+        self, predicate: Callable[[Node], object], node: Node | bytes | None = None, order: Order = "commit"
+    ) -> Iterator[Node]:
+        """Nodes of the tree as it is now for which ``predicate`` is true, one by one. See :meth:`SessionTree.search`."""
+        return self._tree.search(predicate, node, order)
+
+    def longest_prefix(self, token_ids: TokenIds, media: Iterable[MediaItem] = ()) -> PrefixMatch:
+        """How far a whole history is known, as a stateless client resends it. See :meth:`SessionTree.longest_prefix`."""
+        return self._tree.longest_prefix(token_ids, media)
+
+    def validate(self, path: Node | bytes | Sequence[Node], *, allow_extend_truncated: bool = False) -> tuple[Problem, ...]:
+        """Unpaired tool calls and replies cut off and gone on from, on a node's path. See :meth:`SessionTree.validate`."""
+        return self._tree.validate(path, allow_extend_truncated=allow_extend_truncated)
+
+    def to_text(self, *, max_nodes: int = 200) -> str:
+        """A picture of the tree for terminals. See :meth:`SessionTree.to_text`."""
+        return self._tree.to_text(max_nodes=max_nodes)
+
+    def to_dot(self) -> str:
+        """The tree in Graphviz's language. See :meth:`SessionTree.to_dot`."""
+        return self._tree.to_dot()
+
+    def to_networkx(self) -> Any:
+        """The tree as a graph of networkx. See :meth:`SessionTree.to_networkx`."""
+        return self._tree.to_networkx()
+
+    # Writing
+
+    def append(
+        self,
+        parent: Node | bytes,
+        token_ids: TokenIds,
+        *,
+        media: Iterable[MediaItem] = (),
+        role: str = "user",
+        metadata: Mapping[str, Any] | None = None,
+        key: str | None = None,
+        positions: ExternalPositions | ArrayLike | None = None,
+        strip_bos: int | None = None,
+    ) -> Node:
+        """A prefilled turn under any node. See :meth:`SessionTree.append`."""
+        # As SessionTree.append, but the lock is only held for what needs it.
+        parent = self._tree._resolve(parent)
+        max_tokens, reserved = self._limits
+        data = token_bytes(token_ids, max_tokens)
+        if strip_bos is not None:
+            data, media, positions = without_bos(parent, Content(data, media, positions), strip_bos)
+        turn = plan_turn(parent._lineage.scheme, parent, data, media, "input", role, key, positions)
+        details = NO_DETAILS if metadata is None else Details(freeze_metadata(metadata))
+        return self._attach(parent, turn, details, reserved)
+
+    def draft(
+        self,
+        parent: Node | bytes,
+        *,
+        role: str = "assistant",
+        metadata: Mapping[str, Any] | None = None,
+        key: str | None = None,
+    ) -> Draft:
+        """A generation under any node. Without a ``key`` it gets one of its own, so that equal samples stay apart.
+
+        Keys of its own are counted, not drawn: ranks that apply the same operations get the same ids.
+        """
+        frozen = freeze_metadata(metadata)
+        with self._lock:
+            self._check_open()
+            node = self._tree._resolve(parent)
+            limit = self._limits.max_tokens
+            draft = Draft(node, role=role, metadata=frozen, key="" if key is None else key, max_tokens=limit, commit=self._attach)
+            if key is None:  # only now: a draft that is refused uses up no key
+                draft._key = self._own_key(node)
+            self._open_drafts.add(draft)
+        return draft
+
+    def _own_key(self, parent: Node) -> str:
+        """A key that no other generation of this session has, nor a child of ``parent``."""
+        while True:  # counted in one step: nothing that comes in between gets the same
+            own = f"{self.id}/{self.incarnation}/{next(self._generations)}"
+            if not self._tree._has_key(parent, own):
+                return own
+
+    def record(
+        self,
+        prompt_token_ids: TokenIds,
+        completion_token_ids: TokenIds,
+        media: Iterable[MediaItem] = (),
+        *,
+        role: str = "user",
+        completion_role: str = "assistant",
+        finish_reason: str = "stop",
+        prompt_metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        key: str | None = None,
+    ) -> Recorded:
+        """Record a generation of somebody who keeps no tree: the whole prompt as the engine saw it, and the completion.
+
+        As much of the prompt as :meth:`longest_prefix` knows is shared, up to the first token that differs, wherever turns end;
+        what is new of it becomes one turn of ``role`` with ``prompt_metadata``; the completion becomes a generated turn under it
+        with ``metadata``. ``media``: the prompt's, spans relative to its first token. A media span is never cut: where a
+        difference is inside one, the history forks before it. Without a ``key`` the completion gets one of its own, so that
+        equal samples stay apart; with one, recording again changes nothing. All of it is recorded or nothing.
+
+        Raises FinishRefused for "abort" and "error", and what append and commit raise.
+        """
+        finish_reason = checked_finish_reason(finish_reason)
+        prompt, completion = (token_bytes(ids, self.max_tokens) for ids in (prompt_token_ids, completion_token_ids))
+        items, tree = tuple(media), self._tree
+        match, beyond = tree._find_prefix(prompt, items)
+        plan, reused, fork = plan_record(
+            match,
+            beyond,
+            prompt,
+            completion,
+            items,
+            role=checked_text(role, "role"),
+            completion_role=completion_role,
+            key=key,
+            prompt_details=Details(freeze_metadata(prompt_metadata)),
+            details=Details(freeze_metadata(metadata), finish_reason, "keep"),
+        )
+
+        def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
+            self._check_there(tree, plan.parent)
+            tree._check_limit(plan.stop, 0)
+            # Only now: a generation that is refused uses up no key.
+            return tree._attach_all(plan if key is not None else with_key(plan, self._own_key(plan.parent)), reserved=0)
+
+        made = self._swap(attach)
+        assert made.parent is not None
+        return Recorded(made.parent, made, reused, fork)
+
+    def _attach(self, parent: Node, turn: Turn, details: Details, reserved: int = 0) -> Node:
+        # As _swap, without its calls: this is what every append and commit goes through.
+        carry = True
+        journal = self._store._journal
+        if journal is not None:
+
+            def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
+                if self._dropped:
+                    self._check_there(tree, parent)
+                return tree._attach_alone(parent, turn, details, None, reserved, True)
+
+            return self._swap_durably(journal, attach)
+        with self._lock:
+            while True:
+                if self._closed:
+                    self._check_open()
+                before = self._tree
+                if self._dropped:
+                    self._check_there(before, parent)
+                after, node = before._attach_alone(parent, turn, details, None, reserved, carry)
+                if self._tree is before:
+                    self._tree = after
+                    self._used = True
+                    return node
+                carry = False  # what comes in between may come in again: be quick
+
+    def _check_there(self, tree: SessionTree, parent: Node) -> None:
+        """A node that was found before the lock was taken may have been dropped since. Raises UnknownNode."""
+        if self._dropped:
+            tree._resolve(parent)
+
+    def _swap(self, operation: Callable[[SessionTree], tuple[SessionTree, T]]) -> T:
+        """Take the tree on by one operation, which gives the new tree and a result.
+
+        A signal handler or finalizer may write to this session in the middle of it, on this very thread. Then the tree is not
+        what the operation began with, and it is done again on the tree there is: comparing and setting takes no Python call, so
+        nothing comes in between.
+        """
+        if self._store._journal is not None:
+            return self._swap_durably(self._store._journal, operation)
+        with self._lock:
+            while True:
+                self._check_open()
+                before = self._tree
+                after, result = operation(before)
+                if self._tree is before:
+                    self._tree = after
+                    self._used = True
+                    return result
+
+    def _swap_durably(self, journal: Journal, operation: Callable[[SessionTree], tuple[SessionTree, T]]) -> T:
+        """The same on disk: where changes are to be durable before anybody sees them, others may write behind this meanwhile."""
+        if journal.waits:
+            check_may_wait(journal)
+        with self._lock:
+            while True:
+                if self._closed:
+                    self._check_open()
+                if self._unsettled or self._doubtful:
+                    self._catch_up(journal)
+                before = self._written
+                after, result = operation(before)
+                if self._written is not before:
+                    continue
+                self._written = after
+                try:
+                    waiting = self._tell(journal)
+                except WriteLost:
+                    self._reload(journal)
+                    continue
+                except SessionTreeError:  # it was not taken; where anything else is raised, nobody knows, and it is told again
+                    self._written = self._told[0]
+                    raise
+                break
+            if not journal.waits:
+                self._tree = self._written
+        if not journal.waits:
+            journal.relieve()
+            return result
+        try:
+            journal.wait(waiting)
+        finally:
+            with self._lock:
+                self._settle(journal)
+        return result
+
+    def _tell(self, journal: Journal) -> int:
+        """Put all that was written into the journal, in order: the number to wait for.
+
+        What comes in between on this thread may tell of the same: then it has been told. An interrupt may leave it told and not
+        known to be: then it is told again. Records say what they are, so that does no harm.
+        """
+        while True:
+            written, told = self._written, self._told[0]
+            if not told._precedes(written):
+                if journal.failed:
+                    journal.flush()  # raises: a retry that finds what was never durable is no success
+                return self._waiting
+            assert self._number is not None
+            try:
+                waiting = journal.changed(self._number, told, written, self._waiting, self._told)
+            except Overtaken:
+                continue
+            if journal.waits:
+                self._unsettled.append((waiting, written))
+            if self._told[0] is told or self._told[0]._precedes(written):
+                self._told[0] = written
+            self._waiting = max(self._waiting, waiting)
+            self._used = True
+            if self._written is written:
+                return self._waiting
+
+    def _settle(self, journal: Journal) -> None:
+        """Show what has become durable; take back what was lost, and what was written behind it."""
+        unsettled = self._unsettled
+        while unsettled:
+            first = unsettled[0]
+            waiting, written = first
+            durable = journal.is_durable(waiting)
+            if durable is None:
+                return
+            if not durable:
+                if not journal.failed:
+                    self._reload(journal)
+                    return
+                unsettled.clear()
+                self._written = self._told[0] = self._tree
+                return
+            if self._tree._precedes(written):
+                self._tree = written
+            if unsettled and unsettled[0] is first:  # nothing comes in between looking and taking
+                unsettled.popleft()
+
+    def _reload(self, journal: Journal) -> None:
+        """Something was lost: what is there is what the disk has."""
+        assert self._number is not None
+        tree, pins = journal.tree(self._number)
+        self._unsettled.clear()
+        self._waiting = 0
+        self._tree = self._written = self._told[0] = tree
+        self._pins = pins
+        self._doubtful = False
+
+    def _catch_up(self, journal: Journal) -> None:
+        """Know what has become of all that was handed over, as far as that is known."""
+        self._settle(journal)
+        if self._doubtful:
+            self._reload(journal)
+
+    def _show(self, journal: Journal) -> None:
+        with self._lock:
+            self._catch_up(journal)
+
+    def truncate(self, node: Node | bytes, length: int) -> Node:
+        """The first ``length`` tokens of a node's path. See :meth:`SessionTree.truncate`."""
+        source = self._tree._resolve(node)
+        return self._planned(plan_prefix(source, in_range(length, source.stop, "length", source)), source.stop)
+
+    def drop_last(self, node: Node | bytes, count: int) -> Node:
+        """A node's path without its last ``count`` tokens. See :meth:`SessionTree.drop_last`."""
+        source = self._tree._resolve(node)
+        return self._planned(plan_prefix(source, source.stop - in_range(count, source.stop, "count", source)), source.stop)
+
+    def _take(self, turns: Sequence[tuple[bytes, Turn, Details]]) -> int:
+        """Make nodes of turns as they are, each under the node of an id, all of them or none: how many were not there.
+
+        Nothing that stands in a turn is checked. Raises UnknownNode, KeyTaken, LimitExceeded.
+        """
+
+        def attach(tree: SessionTree) -> tuple[SessionTree, int]:
+            before = len(tree)
+            for parent, turn, details in turns:
+                tree, _ = tree._attach(tree.node(parent), turn, details, reserved=0)
+            return tree, len(tree) - before
+
+        return self._swap(attach)
+
+    def _planned(self, plan: Plan, was: int) -> Node:
+        # Planned before the lock is taken, as long as that takes and whatever code of a caller's it runs.
+        def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
+            self._check_there(tree, plan.parent)
+            return tree._attach_all(plan, was)
+
+        return self._swap(attach)
+
+    def replace(
+        self,
+        node: Node | bytes,
+        token_ids: TokenIds,
+        *,
+        head: str,
+        expected: Head | Node | bytes | None = UNSET,
+        media: Iterable[MediaItem] = (),
+        role: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        key: str | None = None,
+        positions: ExternalPositions | ArrayLike | None = None,
+    ) -> Node:
+        """A new branch from the node's parent, and ``head`` moved to it. See :meth:`SessionTree.replace`."""
+        # What runs a caller's code runs once, before the lock is taken.
+        ids, items, frozen = token_array(token_bytes(token_ids, self.max_tokens)), tuple(media), freeze_metadata(metadata)
+        table = positions if positions is None or isinstance(positions, ExternalPositions) else ExternalPositions(positions)
+        return self._swap(
+            lambda tree: tree.replace(
+                node,
+                ids,
+                head=head,
+                expected=expected,
+                media=items,
+                role=role,
+                metadata=frozen,
+                key=key,
+                positions=table,
+            )
+        )
+
+    def rewrite(self, node: Node | bytes, edits: Iterable[Edit | Sequence[Any]]) -> Node:
+        """A path like the node's with some of its tokens replaced. See :meth:`SessionTree.rewrite`."""
+        source = self._tree._resolve(node)
+        return self._planned(plan_rewrite(source, edits), source.stop)
+
+    def linearize(self, results: Sequence[Node | bytes]) -> Node:
+        """One path through sibling turns, in the order given. See :meth:`SessionTree.linearize`."""
+        tree = self._tree
+        return self._planned(plan_linear([tree._resolve(node) for node in results]), 0)
+
+    def set_head(self, name: str, node: Node | bytes, expected: Head | Node | bytes | None = UNSET) -> Head:
+        """Create or move a head, by compare-and-set where ``expected`` is given. See :meth:`SessionTree.set_head`."""
+        return self._swap(lambda tree: tree.set_head(name, node, expected))
+
+    @property
+    def pins(self) -> frozenset[bytes]:
+        """Ids of the nodes that are pinned."""
+        return frozenset(self._pins)
+
+    def pin(self, node: Node | bytes) -> None:
+        """Keep a node with its path and its media, whatever :meth:`SessionStore.gc` removes, until it is unpinned."""
+        self._set_pin(node, pinned=True)
+
+    def unpin(self, node: Node | bytes) -> None:
+        """No longer keep a node for a pin's sake. One that is not pinned is left as it is."""
+        self._set_pin(node, pinned=False)
+
+    def _set_pin(self, node: Node | bytes, *, pinned: bool) -> None:
+        journal = self._store._journal
+        self._check_alone(journal is not None and journal.waits)
+        with self._lock:
+            self._check_open()
+            if journal is not None:
+                self._catch_up(journal)
+            tree = self._tree if journal is None else self._written
+            found = tree._resolve(node)
+            if (found.id in self._pins) == pinned:
+                return
+            ordinal = tree._index.find_ordinal(found, tree._count)
+            assert ordinal is not None
+            number = self._number
+            if journal is not None and number is not None:
+                self._recorded(lambda: journal.pin(number, ordinal, found.id, pinned, self._waiting))
+            pins = {**self._pins, found.id: ordinal}
+            if not pinned:
+                del pins[found.id]
+            self._pins = pins
+            self._doubtful = False
+            self._used = True
+
+    def _recorded(self, record: Callable[[], None]) -> None:
+        """Record something that is not seen here yet: where it is interrupted, nobody knows whether it was."""
+        self._doubtful = True
+        try:
+            record()
+        except SessionTreeError:
+            self._doubtful = False
+            raise
+
+    def _check_alone(self, waits: bool) -> None:
+        """Raises Unsupported in a signal handler or finalizer that comes in where it would undo what is being done."""
+        if self._lock._is_owned():
+            raise Unsupported(f"nothing is pinned or dropped in the middle of another operation on session {self.id!r}")
+        if waits and self._store._journal is not None:
+            check_may_wait(self._store._journal)
+
+    def drop(self, *nodes: Node | bytes) -> None:
+        """Forget nodes and all below them. Whoever holds them keeps them; :meth:`SessionStore.gc` gives their bytes back.
+
+        Raises UnknownNode; NodeHeld where a head, a pin or an open draft is among them; Unsupported for the root, which goes with
+        its session, and for the path that a fork shares with the session it was forked from.
+        """
+
+        def checked(tree: SessionTree) -> list[Node]:
+            roots = [tree._resolve(node) for node in nodes]
+            pins = ((f"pin {pin[:4].hex()}", tree.node(pin)) for pin in self._pins)
+            drafts = (("an open draft", draft.parent) for draft in self._drafts())
+            heads = ((f"head {name!r}", head.node) for name, head in tree._heads.items())
+            tree._check_held(roots, itertools.chain(heads, pins, drafts))
+            return roots
+
+        if self._store._journal is None:
+            self._drop_in_memory(checked)
+        else:
+            self._drop_durably(
+                self._store._journal,
+                lambda tree: [tree._index.find_ordinal(node, tree._count) or 0 for node in checked(tree)],
+            )
+
+    def _drop_in_memory(self, doomed: Callable[[SessionTree], list[Node]]) -> None:
+        self._check_alone(waits=False)
+
+        def drop(tree: SessionTree) -> tuple[SessionTree, None]:
+            self._dropped = True
+            roots = doomed(tree)
+            return tree.drop(*roots) if roots else tree, None
+
+        self._swap(drop)
+
+    def _drop_durably(self, journal: Journal, doomed: Callable[[SessionTree], list[int]]) -> None:
+        """``doomed``: given all there is, which is on disk, the ordinals of what is to go."""
+        self._check_alone(waits=True)
+        with self._lock:
+            while True:
+                self._check_open()
+                journal.flush()
+                self._catch_up(journal)
+                tree, number = self._told[0], self._number
+                ordinals = doomed(tree)
+                if not ordinals or number is None:
+                    return
+                self._dropped = True
+                with suppress(Overtaken):  # a signal handler did something: perhaps it moved a head there
+                    self._recorded(lambda: journal.drop(number, ordinals, self._waiting, self._told, tree))  # noqa: B023
+                    break
+            journal.flush()
+            self._reload(journal)
+            self._used = True
+
+    def _collect(self, recent: int) -> None:
+        """Drop what nothing leads to. See :meth:`SessionStore.gc`."""
+        journal = self._store._journal
+
+        def unreachable(tree: SessionTree) -> list[Node]:
+            held = [head.node for head in tree._heads.values()]
+            held += [*map(tree.node, self._pins), *(draft.parent for draft in self._drafts())]
+            return tree._unreachable(held, recent)
+
+        def ordinals(tree: SessionTree) -> list[int]:
+            assert journal is not None and self._number is not None
+            drafts = {tree._index.find_ordinal(draft.parent, tree._count) or 0 for draft in self._drafts()}
+            return journal.unreachable(self._number, recent, drafts)
+
+        with suppress(StaleSession):
+            if journal is None:
+                self._drop_in_memory(unreachable)
+            else:
+                self._drop_durably(journal, ordinals)
+
+    def drop_head(self, name: str) -> None:
+        """Forget a head; its node stays. Raises UnknownHead."""
+        self._swap(lambda tree: (tree.drop_head(name), None))
+
+    def flush(self) -> None:
+        """Wait until everything it has written is on disk. See :meth:`SessionStore.flush`."""
+        self._store.flush()
+
+    def close(self) -> None:
+        """End this incarnation. Writes through it, and commits of its drafts, raise StaleSession from now on."""
+        with self._lock:
+            self._closed = True
+        self._store._forget(self)
+
+    def _expire(self, before: float, now: float, idle_ttl: float) -> bool:
+        """Close it if it lay idle for ``idle_ttl``, in the store's time, and no draft is open."""
+        with self._lock:
+            if self._used:  # since the tick before, so at the time that one told
+                self._used, self._last_used = False, before if math.isfinite(before) else now
+            if self._has_open_draft():
+                self._last_used = now
+            if self._closed or now - self._last_used < idle_ttl:
+                return False
+            self._closed = True
+        self._store._forget(self)
+        return True
+
+    def _has_open_draft(self) -> bool:
+        return bool(self._drafts())
+
+    def _drafts(self) -> list[Draft]:
+        """Those that are open."""
+        while True:
+            try:
+                return [draft for draft in self._open_drafts if not draft.closed]
+            except RuntimeError:  # a signal handler has opened one meanwhile
+                continue
+
+    def _repr_html_(self) -> str:
+        return self._tree._repr_html_()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StaleSession(
+                f"session {self.id!r}, incarnation {self.incarnation}, is closed",
+                session_id=self.id,
+                incarnation=self.incarnation,
+            )
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a session is one; a copy would be a second writer")
+
+    def __repr__(self) -> str:
+        how = "closed" if self._closed else "open"
+        return f"<Session {self.id!r} incarnation={self.incarnation} {how} nodes={len(self._tree)}>"
+
+
+def check_may_wait(journal: Journal) -> None:
+    """Raises Unsupported in a signal handler that stands in the way of what it would wait for."""
+    if journal.leading:
+        raise Unsupported("a signal handler that comes in while its thread is writing to the disk cannot wait for the disk")

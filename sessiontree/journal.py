@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from struct import Struct
+from sys import getsizeof
 from typing import Any, Final, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -32,6 +33,7 @@ from sessiontree.errors import CorruptTree, IncompatibleStore, SessionTreeError,
 from sessiontree.features import FeatureStore
 from sessiontree.index import NodeIndex
 from sessiontree.locks import new_lock
+from sessiontree.memory import HeldNodes
 from sessiontree.node import Lineage, Namespace, Node, make_root
 from sessiontree.positions import PositionScheme, scheme
 from sessiontree.stored import Stored, StoredHead, StoredIndex
@@ -155,6 +157,19 @@ class Columns:
         """The first eight bytes of each id."""
         ids = np.ascontiguousarray(self.entries["id"][places])
         return ids.view(np.uint64).reshape(len(places), 4)[:, 0]
+
+    @cached_property
+    def _sessions_by_name(self) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        places = self.places(codec.SESSION)
+        names = self.ids(places)
+        order = np.argsort(names, kind="stable")
+        return names[order], places[order]
+
+    def sessions_named(self, identity: bytes) -> list[int]:
+        """Where sessions of this name's digest are, in order."""
+        names, places = self._sessions_by_name
+        wanted = np.frombuffer(identity, np.uint64)[0]
+        return self.named(places[names.searchsorted(wanted, "left") : names.searchsorted(wanted, "right")], identity)
 
     def named(self, places: NDArray[np.int64], identity: bytes) -> list[int]:
         """Those that have this id."""
@@ -370,7 +385,9 @@ class Journal:
     after them. ``strict``: whether one damaged session record is an error to whoever lists the sessions.
     """
 
-    def __init__(self, log: Log, path: str, features: FeatureStore, paths: PathCache, *, strict: bool = True) -> None:
+    def __init__(
+        self, log: Log, path: str, features: FeatureStore, paths: PathCache, held: HeldNodes, *, strict: bool = True
+    ) -> None:
         self.path = path
         self._strict = strict
         self.follows = log.read_only
@@ -379,6 +396,7 @@ class Journal:
         self._log = log
         self._features = features
         self._paths = paths
+        self._held = held
         self._lock = new_lock()
         self._dropping = new_lock()
         self.drops = 0  # so far, and perhaps some that failed
@@ -412,6 +430,7 @@ class Journal:
         path: str | os.PathLike[str],
         features: FeatureStore,
         paths: PathCache,
+        held: HeldNodes,
         *,
         durability: Durability,
         read_only: bool,
@@ -420,7 +439,7 @@ class Journal:
         """The journal in a directory. Raises StoreLocked, IncompatibleStore, CorruptTree."""
         log = SegmentLog.open(path, read_only=read_only, durability=durability, strict=strict, entry_of=prefix_of)
         try:
-            return cls(log, os.fspath(path), features, paths, strict=strict)
+            return cls(log, os.fspath(path), features, paths, held, strict=strict)
         except BaseException:
             log.close()
             raise
@@ -597,13 +616,25 @@ class Journal:
             number = None
         if number is None or self._is_gone(columns, number):
             number = None
-            for place in columns.named(columns.places(codec.SESSION), codec.name_digest(session_id)):
+            for place in columns.sessions_named(codec.name_digest(session_id)):
                 if not self._is_gone(columns, int(columns.sessions[place])):
-                    number = self._ids[session_id] = int(columns.sessions[place])
+                    number = int(columns.sessions[place])
+                    with self._lock:
+                        self._ids[session_id] = number
         return number
 
     def _is_gone(self, columns: Columns, number: int) -> bool:
         return number in columns.dropped_sessions or number in self._gone
+
+    def forget_numbers(self) -> None:
+        """Where many sessions are known by their ids, find those that are there to be found by the log alone from now on."""
+        if len(self._ids) <= _BATCH:
+            return
+        columns = self.columns()
+        with self._lock:
+            numbers = np.fromiter(self._ids.values(), np.uint32, len(self._ids))
+            new = ~np.isin(numbers, columns.sessions[columns.places(codec.SESSION)])
+            self._ids = dict(itertools.compress(self._ids.items(), new))
 
     def session_ids(self) -> dict[int, str]:
         """By their numbers, in the order they were created.
@@ -630,6 +661,14 @@ class Journal:
                 found[number] = session_id
         return {number: found[number] for number in sorted(found)}
 
+    def session_id(self, number: int) -> str:
+        """The id of a stored session. Raises CorruptTree."""
+        columns = self.columns()
+        places = columns.places(codec.SESSION, number)
+        if not len(places):
+            raise CorruptTree(f"of session {number} no sound record is left", session=number)
+        return self._session(columns, places[0]).session_id
+
     def tip_of(self, number: int) -> tuple[int, int] | None:
         """Of a stored fork: the number of the session it was made from, and the ordinal of the node it was made at."""
         columns = self.columns()
@@ -641,6 +680,10 @@ class Journal:
         if not self.read_only:
             with suppress(StoreFailed):  # what is there can be read after a failure too
                 self._log.flush()  # or what a closed session wrote a moment ago might not be there
+        return self.stored(number)
+
+    def stored(self, number: int) -> tuple[SessionTree, dict[bytes, int]]:
+        """The same of what is on disk."""
         columns = self.columns()
         index = self._index(columns, number)
         top = NodeIndex(index.root, index.limits, base=index, base_count=index.count)
@@ -705,7 +748,11 @@ class Journal:
         if root.id != record.root_id:
             raise CorruptTree(f"session {record.session_id!r} has root {record.root_id[:4].hex()}, not {root.id[:4].hex()}")
         index = StoredIndex(
-            root, record.limits, self._nodes(columns, first, record.session, f"session {record.session_id!r}", drops), tip=tip
+            root,
+            record.limits,
+            self._nodes(columns, first, record.session, f"session {record.session_id!r}", drops),
+            self._held,
+            tip=tip,
         )
         index.told = self._told(columns, *key)
         with self._lock:
@@ -787,7 +834,8 @@ class Journal:
             waiting = self._log.enqueue(records)
         if self.waits:
             self._log.wait(waiting)
-        self._ids[session_id] = number
+        with self._lock:
+            self._ids[session_id] = number
         return number, incarnation
 
     def pin(self, number: int, ordinal: int, node_id: bytes, pinned: bool, waiting: int) -> None:
@@ -837,7 +885,8 @@ class Journal:
             self._gone -= gone
             raise
         if gone:
-            self._ids = {session_id: number for session_id, number in tuple(self._ids.items()) if number not in gone}
+            with self._lock:
+                self._ids = {session_id: number for session_id, number in self._ids.items() if number not in gone}
 
     def unreachable(self, number: int, recent: int, held: Iterable[int], columns: Columns | None = None) -> list[int]:
         """Ordinals of the nodes of a session that nothing leads to: no head, no pin, nothing ``held``, none of the last ``recent``.
@@ -905,6 +954,15 @@ class Journal:
         columns = self.columns()
         records = (codec.decode(self._log.read(columns.entries[place])) for place in columns.places(codec.ALIAS))
         return {(each.namespace, each.alias): each.identity for each in records if isinstance(each, codec.AliasRecord)}
+
+    def index_bytes(self) -> int:
+        """Bytes of what finds records and sessions."""
+        columns = self._columns
+        entries = self._log.entries()
+        rows = entries if entries.base is None else entries.base  # with the room behind them
+        own = [rows, columns.kinds, columns.sessions, columns.ordinals, columns.parents, columns.others()]
+        own += columns.__dict__.get("_sessions_by_name", ())
+        return sum(each.nbytes for each in own) + getsizeof(self._ids)
 
     def check_writable(self) -> None:
         """Raises Unsupported where it is only read, CorruptTree where damage was found."""

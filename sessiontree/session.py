@@ -17,9 +17,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from sys import getsizeof
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
-from weakref import WeakSet
+from typing import Any, Final, Protocol, TypeVar
+from weakref import WeakSet, ref
 
 from numpy.typing import ArrayLike
 from pyrsistent import PMap
@@ -34,14 +35,17 @@ from sessiontree.errors import (
 )
 from sessiontree.frozen import checked_text, freeze_metadata
 from sessiontree.heads import Head, HeadNodes
+from sessiontree.index import NodeIndex
 from sessiontree.journal import Journal, Overtaken, WriteLost
 from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
+from sessiontree.memory import HeldNodes
 from sessiontree.node import Namespace, Node
 from sessiontree.positions import ExternalPositions, PositionScheme
 from sessiontree.prefixes import PrefixMatch
 from sessiontree.query import Diff, Order, Problem
 from sessiontree.record import Recorded, plan_record, with_key
+from sessiontree.stored import StoredIndex
 from sessiontree.tokens import TokenIds, in_range, token_array, token_bytes
 from sessiontree.tree import UNSET, SessionTree
 from sessiontree.turns import Turn, plan_turn
@@ -50,11 +54,19 @@ __all__ = ["Session"]
 
 T = TypeVar("T")
 
+#: What a session takes beside its nodes and what finds them: measured, as everything that is made with one.
+SESSION_BYTES: Final = 4_800
+_HEADS_BYTES: Final = 1_500  # the map of its heads, and each of them
+_HEAD_BYTES: Final = 250
+
 
 class Home(Protocol):
     """What a session needs of the store that it is in."""
 
     _journal: Journal | None
+    _fresh: dict[str, Session]  # those that were used since anybody looked
+    _uses: Iterator[int]  # numbers of uses
+    _nodes: HeldNodes
 
     def flush(self) -> None: ...
 
@@ -74,8 +86,10 @@ class Session:
         "_doubtful",
         "_dropped",
         "_generations",
+        "_held",
         "_id",
         "_incarnation",
+        "_kept",
         "_last_used",
         "_limits",
         "_lock",
@@ -86,7 +100,7 @@ class Session:
         "_told",
         "_tree",
         "_unsettled",
-        "_used",
+        "_use",
         "_waiting",
         "_written",
     )
@@ -104,13 +118,15 @@ class Session:
         self._store = store
         self._lock = new_lock()
         self._closed = False
-        self._generations = itertools.count(1)
+        self._generations = 0  # how many keys it has made
         self._open_drafts: WeakSet[Draft] = WeakSet()
         self._pins: dict[bytes, int] = {}  # ids of the pinned nodes
         self._dropped = False  # whether nodes ever were, so that one that was found before may be gone
         self._doubtful = False  # whether something may have been recorded that is not seen here
-        self._used = True  # since the last tick
-        self._last_used = -math.inf  # the time when it was
+        self._kept: tuple[Node, ...] = ()  # what pins hold, of a session whose other nodes went to disk
+        self._held = 0  # bytes that were counted for it when the store looked last
+        self._last_used = -math.inf  # the time when it was, as told by then
+        self._use = 0  # the number of its last use
 
     # Reading
 
@@ -220,7 +236,12 @@ class Session:
         return self._tree.search(predicate, node, order)
 
     def longest_prefix(self, token_ids: TokenIds, media: Iterable[MediaItem] = ()) -> PrefixMatch:
-        """How far a whole history is known, as a stateless client resends it. See :meth:`SessionTree.longest_prefix`."""
+        """How far a whole history is known, as a stateless client resends it. See :meth:`SessionTree.longest_prefix`.
+
+        That is use of the session, as writing to it is.
+        """
+        if not self._closed:
+            self._touch()
         return self._tree.longest_prefix(token_ids, media)
 
     def validate(self, path: Node | bytes | Sequence[Node], *, allow_extend_truncated: bool = False) -> tuple[Problem, ...]:
@@ -289,8 +310,10 @@ class Session:
 
     def _own_key(self, parent: Node) -> str:
         """A key that no other generation of this session has, nor a child of ``parent``."""
-        while True:  # counted in one step: nothing that comes in between gets the same
-            own = f"{self.id}/{self.incarnation}/{next(self._generations)}"
+        while True:
+            number = self._generations + 1
+            self._generations = number  # no call since it was read: nothing that comes in between gets the same
+            own = f"{self.id}/{self.incarnation}/{number}"
             if not self._tree._has_key(parent, own):
                 return own
 
@@ -347,7 +370,8 @@ class Session:
     def _attach(self, parent: Node, turn: Turn, details: Details, reserved: int = 0) -> Node:
         # As _swap, without its calls: this is what every append and commit goes through.
         carry = True
-        journal = self._store._journal
+        store = self._store
+        journal = store._journal
         if journal is not None:
 
             def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
@@ -366,7 +390,8 @@ class Session:
                 after, node = before._attach_alone(parent, turn, details, None, reserved, carry)
                 if self._tree is before:
                     self._tree = after
-                    self._used = True
+                    self._use = next(store._uses)
+                    store._fresh[self._id] = self
                     return node
                 carry = False  # what comes in between may come in again: be quick
 
@@ -391,7 +416,7 @@ class Session:
                 after, result = operation(before)
                 if self._tree is before:
                     self._tree = after
-                    self._used = True
+                    self._touch()
                     return result
 
     def _swap_durably(self, journal: Journal, operation: Callable[[SessionTree], tuple[SessionTree, T]]) -> T:
@@ -452,7 +477,7 @@ class Session:
             if self._told[0] is told or self._told[0]._precedes(written):
                 self._told[0] = written
             self._waiting = max(self._waiting, waiting)
-            self._used = True
+            self._touch()
             if self._written is written:
                 return self._waiting
 
@@ -608,7 +633,7 @@ class Session:
                 del pins[found.id]
             self._pins = pins
             self._doubtful = False
-            self._used = True
+            self._touch()
 
     def _recorded(self, record: Callable[[], None]) -> None:
         """Record something that is not seen here yet: where it is interrupted, nobody knows whether it was."""
@@ -677,7 +702,7 @@ class Session:
                     break
             journal.flush()
             self._reload(journal)
-            self._used = True
+            self._touch()
 
     def _collect(self, recent: int) -> None:
         """Drop what nothing leads to. See :meth:`SessionStore.gc`."""
@@ -713,18 +738,92 @@ class Session:
             self._closed = True
         self._store._forget(self)
 
-    def _expire(self, before: float, now: float, idle_ttl: float) -> bool:
+    def _touch(self) -> None:
+        """It is used now. Whoever does that holds its lock, or is the only one to know it."""
+        self._use = next(self._store._uses)
+        self._store._fresh[self._id] = self
+
+    def _expire(self, now: float, idle_ttl: float) -> bool:
         """Close it if it lay idle for ``idle_ttl``, in the store's time, and no draft is open."""
         with self._lock:
-            if self._used:  # since the tick before, so at the time that one told
-                self._used, self._last_used = False, before if math.isfinite(before) else now
-            if self._has_open_draft():
+            if self._has_open_draft() or self._last_used == -math.inf:
                 self._last_used = now
             if self._closed or now - self._last_used < idle_ttl:
                 return False
             self._closed = True
         self._store._forget(self)
         return True
+
+    # Memory
+
+    def _count_bytes(self) -> int:
+        """What its nodes and what finds them take by now, those that were read from disk left out."""
+        heads = len(self._written._heads)
+        total = SESSION_BYTES + getsizeof(self._pins) + (_HEADS_BYTES + _HEAD_BYTES * heads if heads else 0)
+        for tree in (self._written, self._tree):
+            index: NodeIndex | None = tree._index
+            while index is not None:
+                if not isinstance(index, StoredIndex):
+                    total += index.held_bytes()
+                if index.is_orphan:
+                    assert index.tip is not None
+                    self._store._nodes.count_path(index.tip)
+                index = index.base
+            if self._tree is self._written or self._tree._index is self._written._index:
+                break
+        return total
+
+    def _rests(self, journal: Journal) -> bool:
+        """Whether all that it did is on disk; its lock is held."""
+        self._settle(journal)
+        written = self._written
+        return not (
+            self._closed
+            or self._doubtful
+            or self._unsettled
+            or self._tree is not written
+            or self._told[0] is not written
+            or not journal.is_durable(self._waiting)
+        )
+
+    def _lighten(self, journal: Journal) -> bool:
+        """Have its nodes on disk alone, but for those that somebody holds: whether that can be."""
+        with self._lock:
+            if self._number is None or not self._rests(journal):
+                return False
+            tree, told = self._tree, self._told
+            kept = tuple(tree.node(pin) for pin in self._pins)
+            held = self._refs()
+            fresh, _ = journal.stored(self._number)
+            if (fresh._count, fresh._moves) != (tree._count, tree._moves):
+                return False
+            if not (self._tree is tree and self._written is tree and told[0] is tree):
+                return False  # a signal handler wrote something; from here to the next line no call is made
+            self._tree = self._written = told[0] = fresh
+            self._kept = kept
+            del tree  # with it go the nodes that nobody else holds
+            stored = fresh._index.base
+            assert isinstance(stored, StoredIndex)
+            stored.forget()
+            for ordinal, known in held:
+                if (node := known()) is not None:
+                    stored.adopt(ordinal, node)
+            return True
+
+    def _refs(self) -> list[tuple[int, ref[Node]]]:
+        """Its nodes in memory, with their ordinals, without holding them."""
+        tree, found = self._tree, []
+        for index, visible in tree._index.layers_upward(tree._count):
+            if isinstance(index, StoredIndex):
+                found += [(ordinal, ref(node)) for ordinal, node in index.living()]
+            else:
+                nodes = enumerate(index.nodes[: visible - index.base_count], index.base_count)
+                found += [(ordinal, ref(node)) for ordinal, node in nodes]
+        return found
+
+    def _at_rest(self, journal: Journal) -> bool:
+        """Whether it can be made again from the disk as it is; its lock is held."""
+        return not self._pins and self._rests(journal)
 
     def _has_open_draft(self) -> bool:
         return bool(self._drafts())

@@ -44,6 +44,7 @@ from __future__ import annotations
 import atexit
 import errno
 import itertools
+import mmap
 import os
 import sys
 import threading
@@ -100,6 +101,7 @@ _FRAME_BYTES: Final = 2**20  # what one frame takes of what is pending, unless o
 _BLOCK_ROWS: Final = 4096
 _ROW_BYTES: Final = ENTRY.itemsize
 _RESERVE: Final = 2**20
+_MAPPED: Final = 2**20  # bytes of a table, from which on it is mapped
 _LOCK_SECONDS: Final = 0.8
 _POLL: Final = (0.002, 0.05)  # seconds between two looks of the background thread: after work, and at most
 _SWEEP: Final = 16  # looks between two at what can be removed
@@ -137,7 +139,11 @@ class _Table:
 
     def _grow(self, kept: int, count: int) -> None:
         """Have room for so many rows, and more; of those there are, the first ``kept`` stay."""
-        rows = np.empty(max(1024, count + count // 8), ENTRY)
+        room = max(1024, count + count // 8)
+        if room * _ROW_BYTES < _MAPPED:
+            rows = np.empty(room, ENTRY)
+        else:  # which goes back to the system at once when it is outgrown, and takes no memory where nothing was written yet
+            rows = np.frombuffer(mmap.mmap(-1, room * _ROW_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), ENTRY)
         rows[:kept] = self._rows[:kept]
         self._rows, self._bytes = rows, rows.view(np.uint8).data
 

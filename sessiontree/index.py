@@ -12,12 +12,14 @@ from array import array
 from collections.abc import Iterator
 from sys import getsizeof
 from threading import get_ident
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sessiontree.locks import new_lock
 from sessiontree.memory import Ledger
 from sessiontree.node import Node
 from sessiontree.prefixes import Busy, History, PrefixIndex, PrefixMatch
+
+_INT: Final = getsizeof(2**20)
 
 
 class Limits(NamedTuple):
@@ -143,8 +145,10 @@ class NodeIndex:
             with self._linking_lock:
                 ledger = self._ledger = self._ledger or Ledger()
         tables = (self.nodes, self.by_id, self.by_key, self._first_child, self._last_child, self._next_sibling, self._tip_ids)
+        ordinals = _INT * (len(self._first_child) + len(self._last_child))
         known = self._prefixes
-        return ledger.held(self.nodes, self.base_count) + sum(map(getsizeof, tables)) + (0 if known is None else known.held_bytes())
+        prefixes = 0 if known is None else known.held_bytes()
+        return ledger.held(self.nodes, self.base_count) + sum(map(getsizeof, tables)) + ordinals + prefixes
 
     def find(self, node_id: bytes, count: int) -> Node | None:
         """The node of this id among the first ``count``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from sys import getsizeof
+from sys import getrefcount, getsizeof
 from types import FunctionType, ModuleType
 from typing import Any, Final
 from weakref import ref
@@ -29,6 +29,7 @@ _KNOWN: Final[tuple[object, ...]] = (None, True, False, (), b"", "", EMPTY_METAD
 _SEEN: Final = frozenset(map(id, _KNOWN))
 _SMALL: Final = 256  # ints up to here are the interpreter's own
 _INT: Final = getsizeof(2**20)
+_OWN_REFERENCES: Final = 4  # of a string that one map holds: its own, and those of whoever counts them
 _BYTES: Final = getsizeof(b"")
 # Measured: what writes to an extent; of a persistent map, one more version that differs by an entry.
 _PEN_BYTES: Final = 544
@@ -44,6 +45,8 @@ def deep_bytes(*values: object) -> int:
         value = stack.pop()
         if id(value) in seen or isinstance(value, _SHARED) or (isinstance(value, int) and 0 <= value <= _SMALL):
             continue
+        if isinstance(value, str) and getrefcount(value) > _OWN_REFERENCES:
+            continue  # such as the name of a field, which others have too
         seen.add(id(value))
         total += getsizeof(value)
         if isinstance(value, np.ndarray):

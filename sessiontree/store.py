@@ -486,28 +486,34 @@ class SessionStore:
                 number = session._number
                 if number is not None and session._at_rest(journal):
                     sleeper = Sleeper(session.incarnation, session._generations, session._last_used)
-                    nodes = session._refs()
-                    with self._lock:
-                        held = session._held
-                        del self._sessions[session_id]
-                        self._fresh.pop(session_id, None)
-                    del session  # here it goes, where nobody else holds it
-                    session = alive()
-                    with self._lock:
-                        if session is None:
-                            self._held -= held
-                            self._asleep.put(number, sleeper)
-                        else:
-                            self._sessions[session_id] = session
+                    nodes, held = session._refs(), session._held
+                    try:
+                        with self._lock:
+                            del self._sessions[session_id]
+                            self._fresh.pop(session_id, None)
+                        del session  # here it goes, where nobody else holds it
+                    finally:
+                        session = self._settled(session_id, alive, number, sleeper, held)
                     if session is None:
-                        for _, known in nodes:
-                            if (node := known()) is not None:
+                        for node in (known() for _, known in nodes):
+                            if node is not None:
                                 self._nodes.count(node)
                         return True
         if not session._lighten(journal):
             return False
         self._count_bytes(session)
         return True
+
+    def _settled(self, session_id: str, alive: ref[Session], number: int, sleeper: Sleeper, held: int) -> Session | None:
+        """Whether a session that was let go is asleep now: the session, in its place again, where somebody holds it."""
+        session = alive()
+        with self._lock:
+            if session is not None:
+                self._sessions[session_id] = session
+            else:
+                self._held -= held
+                self._asleep.put(number, sleeper)
+        return session
 
     def drop(self, session_id: str) -> None:
         """Forget a session and close it. What was forked from it keeps its path; :meth:`gc` gives the rest back.

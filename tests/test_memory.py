@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import os
 import sys
 import threading
@@ -19,6 +20,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import sessiontree.session
+import sessiontree.sleepers
+import sessiontree.store
 from sessiontree import (
     Draft,
     MediaItem,
@@ -30,11 +34,16 @@ from sessiontree import (
     StaleSession,
     StoreFailed,
     UnknownHead,
+    journal,
+    memory,
+    stored,
 )
 from tests.disk import Disk, Fault
 from tests.disk_model import open_on
+from tests.test_segment_log import Interrupt
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
+SIZE = 1500 if SOAK else 500
 VL = "qwen2_5_vl@hf5"
 
 
@@ -88,35 +97,35 @@ def long_turns(store: SessionStore) -> None:
 
 
 def short_sessions(store: SessionStore) -> None:
-    for number in range(300):
+    for number in range(SIZE // 3):
         store.create(f"short {number}", scheme="text@hf5").append(store.get(f"short {number}").root, ids(8))
 
 
 def wide(store: SessionStore) -> None:
     session = store.create("wide", scheme="text@hf5")
     prompt = session.append(session.root, ids(500))
-    for number in range(1500):
+    for number in range(SIZE):
         session.append(session.append(prompt, ids(16, number)), ids(16, number + 1))
 
 
 def images(store: SessionStore) -> None:
     session = store.create("images", scheme=VL)
     node = session.root
-    for number in range(1500):
+    for number in range(SIZE):
         node = session.append(node, ids(20, number), media=[picture(number)])
 
 
 def metadata(store: SessionStore) -> None:
     session = store.create("metadata", scheme="text@hf5")
     node = session.root
-    for number in range(1500):
+    for number in range(SIZE):
         said = {"tool_calls": [f"call {number}"], "scores": np.arange(40.0), "text": "x" * (number % 300), "n": [number, [number]]}
         node = session.append(node, ids(20, number), metadata=said)
 
 
 def keys(store: SessionStore) -> None:
     session = store.create("keys", scheme="text@hf5")
-    for number in range(1500):
+    for number in range(SIZE):
         session.append(session.root, ids(5, number), key=f"request number {number:040}")
 
 
@@ -130,7 +139,7 @@ def children_and_heads(store: SessionStore) -> None:
 
 def prefixes(store: SessionStore) -> None:
     session = store.create("prefixes", scheme="text@hf5")
-    for number in range(600):
+    for number in range(SIZE // 2):
         node = session.append(session.root, [number, *ids(60, number)])
         session.append(node, ids(600, number))
     session.longest_prefix([1, 2, 3])
@@ -140,7 +149,7 @@ BUILDERS = [chains, long_turns, short_sessions, wide, images, metadata, keys, ch
 
 
 def within(counted: int, held: int, share: float = 0.05) -> bool:
-    return abs(counted - held) <= share * held + 20_000
+    return abs(counted - held) <= share * held + 25_000
 
 
 @pytest.mark.parametrize("build", BUILDERS, ids=[build.__name__ for build in BUILDERS])
@@ -150,7 +159,8 @@ def test_counted_bytes_are_those_really_held(build: Callable[[SessionStore], Non
     with traced() as grown:
         build(store)
         counted = store.usage().node_bytes
-        assert within(counted, grown(), 0.15 if build is prefixes else 0.05), (counted, grown())
+        share = 0.15 if build in (metadata, prefixes) else 0.05  # maps that share their parts, and tries, are estimated
+        assert within(counted, grown(), share), (counted, grown())
         for name in store.sessions():
             store.get(name).close()
         assert store.usage().node_bytes < 100 and grown() < 0.1 * counted + 20_000
@@ -569,3 +579,43 @@ def test_what_the_disk_refused_stays_in_memory() -> None:
     assert store.get("one").node(late.id) is late
     with suppress(StoreFailed):
         store.close()
+
+
+class Anywhere(Interrupt):
+    """In all that evict goes through."""
+
+    MODULES = (sessiontree.store, sessiontree.session, sessiontree.sleepers, stored, memory, journal)
+    FILES = frozenset(module.__file__ for module in MODULES)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_an_interrupt_at_any_place_of_evict_leaves_one_session(held: bool) -> None:
+    """And one that is not evicted, or is, and goes on."""
+    disk = Disk()
+    with open_on(disk) as store:
+        names = filled(store, 2)
+    stride = 1 if SOAK else 7
+    for n in itertools.count(1, stride):
+        store = open_on(disk.copy())
+        before = [seen(store, name)[1:] for name in names]
+        handle = store.get(names[0]) if held else None
+        incarnations = [store.get(name).incarnation for name in names]
+        interrupt = Anywhere(n)
+        sys.settrace(interrupt)
+        try:
+            store.evict()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert handle is None or store.get(names[0]) is handle
+        assert [store.get(name).incarnation for name in names] == incarnations
+        assert [seen(store, name)[1:] for name in names] == before
+        node = converse(store.get(names[1]), 1, seed=n)
+        store.evict()
+        assert store.get(names[1]).head("main").node == node
+        assert store.usage().sessions == 2
+        store.close()
+        if interrupt.left >= 0:
+            break
+    assert n > 20

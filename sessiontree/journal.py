@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from struct import Struct
 from sys import getsizeof
 from typing import Any, Final, TypeVar, cast
@@ -42,7 +43,7 @@ from sessiontree.tokens import TOKEN_BYTES, Extent, PathCache
 from sessiontree.tree import SessionTree, stored_tree
 from sessiontree.turns import Turn
 
-__all__ = ["Durability", "Journal", "Overtaken", "SessionNodes", "WriteLost"]
+__all__ = ["Durability", "Journal", "Overtaken", "SessionNodes", "Wait", "WriteLost", "waits_handed_over"]
 
 R = TypeVar("R", codec.SessionRecord, codec.HeadRecord, codec.DropRecord)
 
@@ -378,6 +379,30 @@ def _scattered(rows: NDArray[Any]) -> bool:
     return bool(np.count_nonzero(np.diff(stretches, prepend=-1)) * _FEW > len(rows))
 
 
+Wait = Callable[[], None]  # until a change is durable; raises StoreFailed where it never will be
+
+
+class _Thread(threading.local):
+    handed: list[Wait] | None = None  # the waits that it does not do itself
+
+
+_thread: Final = _Thread()
+
+
+@contextmanager
+def waits_handed_over() -> Iterator[list[Wait]]:
+    """What this thread would wait for meanwhile until a change of a tree is durable: called later, on any thread, in this order.
+
+    What made the change returns before anybody sees it, and its caller is to tell nobody until the wait has returned.
+    """
+    before = _thread.handed
+    handed = _thread.handed = list[Wait]()
+    try:
+        yield handed
+    finally:
+        _thread.handed = before
+
+
 class Journal:
     """The sessions of one log. Any thread may call it; it is told what a session did by whoever holds that session's lock.
 
@@ -485,12 +510,23 @@ class Journal:
         """Whether what :meth:`changed` gave a number for is on disk; None while that is not known."""
         return self._log.is_durable(number)
 
-    def wait(self, number: int) -> None:
-        """Until it is on disk. Raises StoreFailed where it never will be, naming the nodes."""
+    def wait(self, number: int, then: Callable[[], None]) -> None:
+        """Until it is on disk, and do ``then``, whether it is or not; or hand that over (:func:`waits_handed_over`).
+
+        Raises StoreFailed where it never will be, naming the nodes.
+        """
+        if _thread.handed is None:
+            self._wait(number, then)
+        else:
+            _thread.handed.append(partial(self._wait, number, then))
+
+    def _wait(self, number: int, then: Callable[[], None]) -> None:
         try:
             self._log.wait(number)
         except StoreFailed as error:
             raise self._naming(error) from error.__cause__
+        finally:
+            then()
 
     def relieve(self) -> None:
         """Where changes come faster than the disk takes them, wait for it."""

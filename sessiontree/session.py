@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from sys import getsizeof
 from types import TracebackType
 from typing import Any, Final, Protocol, TypeVar
@@ -448,11 +449,7 @@ class Session:
         if not journal.waits:
             journal.relieve()
             return result
-        try:
-            journal.wait(waiting)
-        finally:
-            with self._lock:
-                self._settle(journal)
+        journal.wait(waiting, partial(self._settle_alone, journal))
         return result
 
     def _tell(self, journal: Journal) -> int:
@@ -480,6 +477,10 @@ class Session:
             self._touch()
             if self._written is written:
                 return self._waiting
+
+    def _settle_alone(self, journal: Journal) -> None:
+        with self._lock:
+            self._settle(journal)
 
     def _settle(self, journal: Journal) -> None:
         """Show what has become durable; take back what was lost, and what was written behind it."""

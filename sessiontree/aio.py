@@ -20,7 +20,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
 from types import TracebackType
@@ -202,20 +202,20 @@ class _Threads:
                 operation.settle(durable)
             self._end(operations)
 
-    def _end(self, operations: Iterable[_Operation[Any]]) -> None:
+    def _end(self, operations: Sequence[_Operation[Any]]) -> None:
         """Tell those who wait. A loop is woken once for all that has ended since it looked."""
         for operation in operations:
             operation.report()
-            loop = operation.loop
-            with self._lock:
-                ended = self._ended.setdefault(loop, [])
-                ended.append(operation)
-                asleep = len(ended) == 1 or loop.is_closed()
-            if asleep:
-                try:
-                    loop.call_soon_threadsafe(self._tell, loop)
-                except RuntimeError:  # it was closed
-                    self._forget(loop)
+        with self._lock:
+            to_wake = {operation.loop for operation in operations if operation.loop not in self._ended}
+            for operation in operations:
+                self._ended.setdefault(operation.loop, []).append(operation)
+            to_wake.update(loop for loop in self._ended if loop.is_closed())
+        for loop in to_wake:
+            try:
+                loop.call_soon_threadsafe(self._tell, loop)
+            except RuntimeError:  # it is closed, so nobody waits there
+                self._forget(loop)
         with self._lock:
             self._under_way.difference_update(operations)
             if self._closing and not self._under_way:
@@ -378,7 +378,7 @@ class AsyncSession:
 def _opened(method: Callable[P, SessionStore]) -> Callable[Concatenate[type[AsyncStore], P], Async[AsyncStore]]:
     """A store that is opened on a thread; where nobody waits for it any more, it is closed again."""
 
-    @wraps(method)
+    @wraps(getattr(method, "__func__", method))  # with its class as the first argument, as this has
     async def operation(cls: type[AsyncStore], /, *args: P.args, **kwargs: P.kwargs) -> AsyncStore:
         threads, found = _Threads(_THREADS), list[SessionStore]()
 

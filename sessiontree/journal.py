@@ -528,6 +528,12 @@ class Journal:
         finally:
             then()
 
+    def settles(self, number: int) -> bool:
+        """Wait until it is known whether it is on disk: whether it is."""
+        with suppress(StoreFailed):
+            self._log.wait(number)
+        return bool(self._log.is_durable(number))
+
     def relieve(self) -> None:
         """Where changes come faster than the disk takes them, wait for it."""
         self._log.relieve()

@@ -424,6 +424,7 @@ class Session:
         """The same on disk: where changes are to be durable before anybody sees them, others may write behind this meanwhile."""
         if journal.waits:
             check_may_wait(journal)
+        refused: SessionTreeError | None = None
         with self._lock:
             while True:
                 if self._closed:
@@ -431,7 +432,13 @@ class Session:
                 if self._unsettled or self._doubtful:
                     self._catch_up(journal)
                 before = self._written
-                after, result = operation(before)
+                try:
+                    after, result = operation(before)
+                except SessionTreeError as error:
+                    if not self._unsettled:
+                        raise
+                    refused, waiting = error, self._waiting
+                    break
                 if self._written is not before:
                     continue
                 self._written = after
@@ -446,6 +453,15 @@ class Session:
                 break
             if not journal.waits:
                 self._tree = self._written
+        if refused is not None:  # for what nobody may know of yet
+            durable = journal.settles(waiting)
+            self._settle_alone(journal)
+            if durable:
+                try:
+                    raise refused
+                finally:
+                    del refused  # which holds this frame
+            return self._swap_durably(journal, operation)
         if not journal.waits:
             journal.relieve()
             return result

@@ -23,9 +23,9 @@ Place = tuple[Value, int]  # of a head: where it is, and its version
 class Call(NamedTuple):
     """A call on the heads of one session, from the tick ``made`` to the tick ``returned``.
 
-    ``kind``: "set", "cas" (``expected``: a place; None: the name must be free), "drop" or "read". ``result``: of a set, and of a cas
-    that moved it, the new place; else ("moved", what is there), where None is no head; of a drop, whether there was one; of a read,
-    the place or None.
+    ``kind``: "set", "cas" (``expected``: a place; None: the name must be free), "drop" or "read". ``result``: of a set, and of a
+    cas that moved it, the new place; else ("moved", what is there), where None is no head; of a drop, whether there was one; of a
+    read, the place or None.
     """
 
     made: int

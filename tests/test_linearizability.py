@@ -112,7 +112,8 @@ def test_a_history_of_one_thread_cut_into_overlaps_is_accepted_and_a_changed_one
             name, value = rng.choice("ab"), rng.choice("xyz")
             made, returned = 100 * at - rng.randrange(300), 100 * at + rng.randrange(300)
             kind = rng.choice(("set", "cas", "drop", "read"))
-            actual, expected, result = heads.get(name), None, Any
+            actual, expected = heads.get(name), None
+            result: Any
             if kind == "read":
                 result = actual
             elif kind == "drop":
@@ -256,7 +257,7 @@ def broken_head(self: Session, name: str) -> Head:
     if tree is None or tree.root is not self.root or len(_kept.asked) % 50 == 0:
         tree = _kept.tree = self._tree
     _kept.asked.append(name)
-    return tree.head(name)  # type: ignore[no-any-return]
+    return tree.head(name)
 
 
 class _Kept(threading.local):
@@ -316,8 +317,9 @@ def test_a_refusal_waits_until_what_it_saw_is_durable(refused: bool) -> None:
         assert disk.waits.wait(60)
         second = threading.Thread(target=move)
         second.start()
-        log = store._journal._log  # type: ignore[union-attr]
-        while not log._gates and second.is_alive():  # type: ignore[attr-defined]
+        assert store._journal is not None
+        log: Any = store._journal._log
+        while not log._gates and second.is_alive():
             time.sleep(0)
         assert told == []
         assert session.head("main") == head

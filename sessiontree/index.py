@@ -8,7 +8,6 @@ readers need none, since they never look beyond their count. Nothing is ever tak
 from __future__ import annotations
 
 import weakref
-from array import array
 from collections.abc import Iterator
 from sys import getsizeof
 from threading import get_ident
@@ -97,7 +96,7 @@ class NodeIndex:
         self._linking = 0  # the thread in which that is going on; a forked child has but one
         self._first_child: dict[bytes, int] = {}
         self._last_child: dict[bytes, int] = {}
-        self._next_sibling = array("q")
+        self._next_sibling: list[int] = []  # none: -1
         self._prefixes: PrefixIndex | None = None
         self._adding_lock = new_lock()  # the same for prefixes
         self._adding = 0

@@ -494,7 +494,7 @@ class Journal:
         columns = self._columns
         of_sessions = np.isin(columns.kinds, (codec.NODE, codec.HEAD))
         lost = np.setdiff1d(columns.sessions[of_sessions], columns.sessions[columns.places(codec.SESSION)])
-        damaged = [number for number, session_id in tuple(self._listed.items()) if session_id is None]
+        damaged = [number for number, session_id in list(self._listed.items()) if session_id is None]
         return tuple(sorted({*lost.tolist(), *damaged}))
 
     @property
@@ -548,7 +548,7 @@ class Journal:
     def _naming(self, error: StoreFailed) -> StoreFailed:
         """The same error with the nodes that it is about."""
         numbers = getattr(error, "numbers", ())
-        lost = [node for number, nodes in tuple(self._underway) if number in numbers for node in nodes]
+        lost = [node for number, nodes in self._underway.copy() if number in numbers for node in nodes]
         some = ", ".join(node[:4].hex() for node in lost[:8])
         named = f"; nodes {some}{f' and {len(lost) - 8} more' if len(lost) > 8 else ''}" if lost else ""
         return type(error)(f"{error}{named}", numbers=numbers, nodes=tuple(lost))
@@ -558,7 +558,7 @@ class Journal:
         underway.append((number, nodes))
         if not number % _REMEMBERED:
             durable = self._log.durable
-            with suppress(IndexError):  # somebody else was quicker
+            with self._lock, suppress(IndexError):
                 while underway[0][0] <= durable:
                     underway.popleft()
         return number
@@ -698,7 +698,7 @@ class Journal:
                     listed[number] = None
             if (session_id := listed[number]) is not None:
                 found[number] = session_id
-        for session_id, number in () if self.follows else tuple(self._ids.items()):
+        for session_id, number in () if self.follows else list(self._ids.items()):
             if listed.get(number, "") is not None and not self._is_gone(columns, number):
                 found[number] = session_id
         return {number: found[number] for number in sorted(found)}

@@ -350,7 +350,7 @@ class SessionStore:
         self._check_open()
         if self._journal is not None:
             self._journal.flush()
-            for session in tuple(self._sessions.values()):
+            for session in list(self._sessions.values()):
                 session._show(self._journal)
 
     @property
@@ -399,7 +399,7 @@ class SessionStore:
 
     def _expire(self, now: float, idle_ttl: float) -> list[tuple[int, str]]:
         """Incarnation and id of the sessions that are closed now, since they lay idle for so long."""
-        awake = tuple(self._sessions.values())
+        awake = list(self._sessions.values())
         closed = [(session.incarnation, session.id) for session in awake if session._expire(now, idle_ttl)]
         journal = self._journal
         if journal is not None:
@@ -576,7 +576,7 @@ class SessionStore:
         if recent is not None:
             with self._opening:
                 self._awake = {*self._sessions, *self._creating}
-            for session in tuple(self._sessions.values()):
+            for session in list(self._sessions.values()):
                 session._collect(recent)
             if journal is not None:
                 self._collect_closed(journal, recent)
@@ -607,7 +607,7 @@ class SessionStore:
                     journal.drop_all(dead)
 
     def _count(self) -> int:
-        return sum(len(session._tree) - 1 for session in tuple(self._sessions.values()))
+        return sum(len(session._tree) - 1 for session in list(self._sessions.values()))
 
     def put_features(self, item: MediaItem, features: Any) -> Features:
         """Keep features of an item (pixels, encoder outputs) by its content, under the budget. See :meth:`FeatureStore.put`.
@@ -692,7 +692,7 @@ class SessionStore:
         """Close every session. The store takes no more calls; closing it again does nothing."""
         with self._lock:
             self._closed = True
-            open_sessions = tuple(self._sessions.values())
+            open_sessions = list(self._sessions.values())
         for session in open_sessions:
             session.close()
         with self._collecting:  # gc ends as soon as it sees that

@@ -545,11 +545,14 @@ class SegmentLog:
         me = get_ident()
         claimed = False
         try:
-            if self._leader:
-                if self._leader == me:
+            with self._mutex:
+                leader = self._leader
+                if not leader:
+                    claimed, self._leader = True, me
+            if not claimed:
+                if leader == me:
                     raise RuntimeError("a signal handler or finalizer may enqueue, not wait, while its thread commits")
                 return False
-            claimed, self._leader = True, me  # threads do not switch between this and the look before; the lock is what counts
             with self._writer:
                 if self._pid != os.getpid():
                     raise self._refuse()
@@ -765,8 +768,10 @@ class SegmentLog:
             try:
                 if self._leader == me:
                     raise Unsupported("a signal handler or finalizer cannot compact while its thread is writing to the disk")
-                if not self._leader:
-                    claimed, self._leader = True, me
+                with self._mutex:
+                    if not self._leader:
+                        claimed, self._leader = True, me
+                if claimed:
                     with self._writer:
                         if self._refused or self._pid != os.getpid():
                             raise self._refuse()

@@ -14,7 +14,6 @@ import itertools
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
@@ -425,7 +424,7 @@ class Journal:
         self._lock = new_lock()
         self._dropping = new_lock()
         self.drops = 0  # so far, and perhaps some that failed
-        self._underway: deque[tuple[int, tuple[bytes, ...]]] = deque()  # ids of nodes that may not be durable, by what to wait for
+        self._underway: list[tuple[int, tuple[bytes, ...]]] = []  # ids of nodes that may not be durable, by what to wait for
         self._ids: dict[str, int] = {}  # numbers of sessions that were found or made, by id
         self._listed: dict[int, str | None] = {}  # ids of the sessions that the log was seen to hold; None: it is damaged
         self._indexes: WeakValueDictionary[tuple[int, bool], StoredIndex] = WeakValueDictionary()  # the newest
@@ -558,9 +557,9 @@ class Journal:
         underway.append((number, nodes))
         if not number % _REMEMBERED:
             durable = self._log.durable
-            with self._lock, suppress(IndexError):
-                while underway[0][0] <= durable:
-                    underway.popleft()
+            with self._lock:
+                known = next((at for at, (waiting, _) in enumerate(underway) if waiting > durable), len(underway))
+                del underway[:known]
         return number
 
     def close(self) -> None:

@@ -32,6 +32,7 @@ from sessiontree.edits import Content, Edit, Plan, plan_linear, plan_prefix, pla
 from sessiontree.errors import (
     SessionTreeError,
     StaleSession,
+    UnknownNode,
     Unsupported,
 )
 from sessiontree.frozen import checked_text, freeze_metadata
@@ -343,30 +344,25 @@ class Session:
         """
         finish_reason = checked_finish_reason(finish_reason)
         prompt, completion = (token_bytes(ids, self.max_tokens) for ids in (prompt_token_ids, completion_token_ids))
-        items, tree = tuple(media), self._tree
-        match, beyond = tree._find_prefix(prompt, items)
-        plan, reused, fork = plan_record(
-            match,
-            beyond,
-            prompt,
-            completion,
-            items,
-            role=checked_text(role, "role"),
-            completion_role=completion_role,
-            key=key,
-            prompt_details=Details(freeze_metadata(prompt_metadata)),
-            details=Details(freeze_metadata(metadata), finish_reason, "keep"),
-        )
+        items = tuple(media)
+        roles = {"role": checked_text(role, "role"), "completion_role": completion_role}
+        prompt_details = Details(freeze_metadata(prompt_metadata))
+        details = Details(freeze_metadata(metadata), finish_reason, "keep")
+        while True:
+            match, beyond = self._tree._find_prefix(prompt, items)
+            plan, reused, fork = plan_record(
+                match, beyond, prompt, completion, items, key=key, prompt_details=prompt_details, details=details, **roles
+            )
+            with suppress(UnknownNode):  # what it goes on from was dropped meanwhile
+                made = self._swap(partial(self._attach_generation, plan, own_key=key is None))
+                assert made.parent is not None
+                return Recorded(made.parent, made, reused, fork)
 
-        def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
-            self._check_there(tree, plan.parent)
-            tree._check_limit(plan.stop, 0)
-            # Only now: a generation that is refused uses up no key.
-            return tree._attach_all(plan if key is not None else with_key(plan, self._own_key(plan.parent)), reserved=0)
-
-        made = self._swap(attach)
-        assert made.parent is not None
-        return Recorded(made.parent, made, reused, fork)
+    def _attach_generation(self, plan: Plan, tree: SessionTree, *, own_key: bool) -> tuple[SessionTree, Node]:
+        self._check_there(tree, plan.parent)
+        tree._check_limit(plan.stop, 0)
+        # Only now: a generation that is refused uses up no key.
+        return tree._attach_all(with_key(plan, self._own_key(plan.parent)) if own_key else plan, reserved=0)
 
     def _attach(self, parent: Node, turn: Turn, details: Details, reserved: int = 0) -> Node:
         # As _swap, without its calls: this is what every append and commit goes through.

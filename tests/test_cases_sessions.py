@@ -59,6 +59,7 @@ from sessiontree import (
 from sessiontree.placeholders import compact, expand
 from sessiontree.positions import scheme
 from tests.reference import RULES, Segment
+from tests.threads import in_threads
 from tests.toy import (
     A_IDS,
     A_TABLE,
@@ -74,7 +75,6 @@ from tests.toy import (
     grow,
     histories,
     image,
-    in_threads,
     media,
     new_session,
     plain,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from sessiontree.journal import SessionNodes
 from sessiontree.tokens import Extent
 from tests.disk import Disk
 from tests.disk_model import open_on
-from tests.toy import in_threads
+from tests.threads import in_threads
 
 STORES: dict[str, Callable[[], SessionStore]] = {
     "memory": SessionStore.in_memory,
@@ -75,6 +76,7 @@ def calls_of_20_appends(nodes: int, *, opened: bool) -> list[Counter[str]]:
     return held.calls
 
 
+@pytest.mark.skipif(bool(sysconfig.get_config_var("Py_GIL_DISABLED")), reason="a thread misses calls after sys.setprofile there")
 @pytest.mark.parametrize("opened", [False, True], ids=["in memory", "opened from disk"])
 def test_d29_what_20_appends_do_under_the_lock_is_the_same_for_10_and_10_000_nodes(opened: bool) -> None:
     few, many = (calls_of_20_appends(nodes, opened=opened) for nodes in (10, 10_000))

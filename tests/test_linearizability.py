@@ -21,7 +21,7 @@ from sessiontree.tree import UNSET
 from tests.disk import Disk
 from tests.disk_model import Stalled, fail, open_on
 from tests.linearizability import Call, NotLinearizable, Recorder, check
-from tests.toy import in_threads
+from tests.threads import in_threads
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
 STORES: dict[str, Callable[[], SessionStore]] = {

@@ -39,6 +39,7 @@ from sessiontree import (
 )
 from sessiontree.features import OVERHEAD_BYTES
 from tests.reference import Segment
+from tests.threads import in_threads
 from tests.toy import (
     A_TABLE,
     IMG,
@@ -50,7 +51,6 @@ from tests.toy import (
     grow,
     histories,
     image,
-    in_threads,
     media,
     reply,
     same,

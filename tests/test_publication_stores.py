@@ -271,8 +271,8 @@ ATOMIC = [name for name in OPERATIONS if name != "gc"]
 @pytest.mark.parametrize("where", ["memory", "group", "commit"])
 @pytest.mark.parametrize(("first", "second"), sorted(set(itertools.product(ATOMIC, repeat=2)) - set(LIFE)))
 def test_any_two_operations_are_as_one_after_the_other(where: str, first: str, second: str) -> None:
-    if {first, second} == {"get", "tick"}:
-        pytest.skip("a session may be closed for its idleness as it is handed out: who writes to it is told")
+    if {first, second} in ({"get", "tick"}, {"drop the session", "tick"}):
+        pytest.skip("a session may be closed for its idleness as it is found: who writes to it is told")
     if first == second == "commit":
         pytest.skip("a draft has one owner")
     assert two(where, first, second, step=7) >= 0

@@ -1,11 +1,13 @@
 """The session state layer inside a scheduler: turns beside SGLang 0.5.23's own sessions, steps of 512 commits, threads, idle sessions.
 
 A turn is 1,024 tokens, 16 of them the reply; an image turn has an image of 256 among them. SGLang's side is its own functions, in
-the order in which its scheduler calls them: ``create_req``, and for an image the shift of offsets, padding and
-``extend_image_inputs``; ``refresh_fill_ids`` when the request is first scheduled; the reply put into ``output_ids``, the check for
-the end, ``refresh_fill_ids`` and ``finish_req``. Ours is the item made and checked, ``append``, what a prefill needs (the turn's
-ids, positions and delta), ``draft``, ``extend``, ``commit`` and ``set_head``. Requests, ids, hashes and tables of a turn by itself
-are there before the clock starts on either side; KV, features and networks are on neither. Both have gone through every turn before.
+the order in which its scheduler calls them: ``create_req``, and for an image the shift of offsets, ``duplicate_pad_mm_input_ids``
+and ``extend_image_inputs``; ``init_next_round_input`` (without a prefix cache) when the request is scheduled, the new turn's
+ids out of ``get_fill_ids`` and its columns of ``mrope_positions``, as ``prepare_for_extend`` and the forward batch take them; the
+reply put into ``output_ids``, the check for the end, ``refresh_fill_ids`` and ``finish_req``. Ours is the item made and checked,
+``append``, the turn's ids, positions and delta, ``draft``, ``extend``, ``commit`` and ``set_head``. Requests, ids, hashes and the
+table of a turn by itself are there before the clock starts on either side; KV, features and prefix caches are on neither. Both
+have gone through every turn before.
 
 Expected before the first run of this file: an image turn 60 µs and a text turn 45 at any depth; SGLang's streaming image turn
 15-20 ms at turn 1,000 (300 times ours), its regular one 12 ms at turn 300 (200 times). 5.1 B a token and up to 1 of room. 512 commits
@@ -30,6 +32,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +91,9 @@ class Theirs:
         self.session = self.controller.get("s")
         self.rid: str | None = None
         self.table = own_table()
-        self.pad = engine("sglang.srt.managers.mm_utils").pad_mm_tokens
+        self.held = 0  # tokens that have KV
+        utils = engine("sglang.srt.managers.mm_utils")
+        self.pad = partial(utils.duplicate_pad_mm_input_ids, pad_input_ids_func=utils.pad_mm_tokens)
 
     def turn(self, image: bool) -> float:
         inputs, streaming = images([101], self.table) if image else None, self.session.streaming
@@ -99,14 +104,19 @@ class Theirs:
             self.controller.adjust_mm_offsets(given, made, inputs)
             made.origin_input_ids = self.pad(made.origin_input_ids, inputs)
             made.extend_image_inputs(inputs)
-        made.refresh_fill_ids()
+        made.init_next_round_input()
+        made.extend_end = len(made.full_untruncated_fill_ids)
+        new = made.get_fill_ids()[self.held :]
+        if inputs is not None:
+            made.multimodal_inputs.mrope_positions[:, self.held : made.extend_end].contiguous()
         made.output_ids.extend(reply)
         made.update_finish_state(REPLY)
         made.refresh_fill_ids()
         if streaming:
             self.session.finish_req(made)
         taken = clock() - began
-        assert made.finished() and made.to_finish is None
+        assert made.finished() and made.to_finish is None and len(new) == TOKENS - REPLY
+        self.held += TOKENS
         self.rid = made.rid
         return taken / 1000
 

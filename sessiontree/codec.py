@@ -22,7 +22,7 @@ import math
 import re
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import sha256
 from struct import Struct
 from struct import error as StructError
@@ -188,11 +188,13 @@ _KEPT: Final = 2**20  # bytes; a packer that has grown larger is let go
 _FEW: Final = 128  # entries of an array that need not be counted first: nested as deep as msgpack goes, these are 1 MiB
 
 
+@lru_cache(64)  # it is asked for by a record and again by its entry
 def key_digest(key: str | None) -> int:
     """What an entry says of a key: the first 8 bytes of its sha256, little-endian; 0 without one, and never for one."""
     return 0 if key is None else int.from_bytes(sha256(key.encode()).digest()[:8], "little") or 1
 
 
+@lru_cache(256)  # heads of many sessions have the same few names
 def name_digest(name: str) -> bytes:
     """The id in the entries of a session, by its id, and of a head, by its name: sha256."""
     return sha256(name.encode()).digest()

@@ -1,4 +1,4 @@
-"""The session state layer inside a scheduler: turns beside SGLang 0.5.23's own sessions, steps of 512 commits, threads, idle sessions.
+"""Inside a scheduler: turns beside SGLang 0.5.23's own sessions, steps of 512 commits, threads, idle sessions.
 
 A turn is 1,024 tokens, 16 of them the reply; an image turn has an image of 256 among them. SGLang's side is its own functions, in
 the order in which its scheduler calls them: ``create_req``, and for an image the shift of offsets, ``duplicate_pad_mm_input_ids``
@@ -10,11 +10,11 @@ table of a turn by itself are there before the clock starts on either side; KV, 
 have gone through every turn before.
 
 Expected before the first run of this file: an image turn 60 µs and a text turn 45 at any depth; SGLang's streaming image turn
-15-20 ms at turn 1,000 (300 times ours), its regular one 12 ms at turn 300 (200 times). 5.1 B a token and up to 1 of room. 512 commits
-and heads on disk 18 ms, since a commit is told to the journal in one step and its head in another: over the bar before anything is
-mended. 16 threads at 0.95 of one's rate in memory, since the interpreter's lock is the limit, and 0.9 on disk. Idle sessions 40 MB
-(the log's index: 90 B a record, three records each, and their ids), 1 ms for one to come back. 20 appends at once: p99 at 2-3 times
-a single writer's.
+15-20 ms at turn 1,000 (300 times ours), its regular one 12 ms at turn 300 (200 times). 5.1 B a token and up to 1 of room. 512
+commits and heads on disk 18 ms, since a commit is told to the journal in one step and its head in another: over the bar before
+anything is mended. 16 threads at 0.95 of one's rate in memory, since the interpreter's lock is the limit, and 0.9 on disk. Idle
+sessions 40 MB (the log's index: 90 B a record, three records each, and their ids), 1 ms for one to come back. 20 appends at once:
+p99 at 2-3 times a single writer's. What came of it: docs/scheduler.md.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from harness import Figure, memory_of, report
@@ -133,8 +133,8 @@ def turns() -> Iterator[Figure]:
         print(f"not measured beside SGLang: {reason}")
     for image in (True, False):
         kind = "a turn with an image" if image else "a text turn"
-        # A regular session keeps all that it ever made, so its arrays are in memory that is new to the process. It comes first: what
-        # a streaming one has let go of would be there for it.
+        # The regular one first: it keeps all that it ever made, so its arrays are in memory that is new to the process, and not in
+        # what a streaming one has let go of.
         for streaming, depth, bar in ((False, 300, 200), (True, 1_000, 150)):
             ours = at_turn(Ours(), image, depth)
             if reason:
@@ -148,63 +148,86 @@ def turns() -> Iterator[Figure]:
 
 def memory() -> Iterator[Figure]:
     def after(session: Ours | Theirs, depth: int) -> float:
-        return memory_of(lambda: [session.turn(False) for _ in range(depth)].clear())[0] / depth / TOKENS
+        def go_through() -> None:
+            for _ in range(depth):
+                session.turn(False)
+
+        return memory_of(go_through)[0] / depth / TOKENS
 
     peers = {}
     if not missing():
         peers = {f"SGLang regular at turn {depth}": after(Theirs(False), depth) for depth in (100, 200)}
         peers["SGLang streaming"] = after(Theirs(True), 1_000)
         gc.collect()
-    note = "tracemalloc; a regular session's grows with the turns: every request holds its whole history"
-    yield Figure("live memory at turn 1,000, text, per token", after(Ours(), 1_000), "B", 5.5, peers=peers, note=note)
+    ours = Ours()
+    allocated = after(ours, 1_000)
+    room = len(ours.tip._extent.buffer) / ours.tip.stop - LAST.itemsize
+    note = f"tracemalloc, without {room:.2f} B of room for more, which nothing was written to; regular: 12 B more with every turn"
+    yield Figure("live memory at turn 1,000, text, per token", allocated - room, "B", 5.5, peers=peers, note=note)
 
 
 # a step ------------------------------------------------------------------------------------------------------------------------
 
 
-def step_times(store: SessionStore, sessions: list[Session], steps: int) -> NDArray[np.float64]:
-    """Milliseconds of each of some steps in which 512 drafts commit and the head of each moves."""
+def step_times(store: SessionStore, sessions: list[Session], steps: int, *, heads: bool) -> NDArray[np.float64]:
+    """Milliseconds of each of some steps in which a draft of each session commits; ``heads``: and a head moves to it."""
     rng = np.random.default_rng(0)
     tips = [session.append(session.root, np.full(256, number, np.int32)) for number, session in enumerate(sessions)]
+    one = sessions[0] is sessions[1]
     taken = np.empty(steps)
     for step in range(steps):
         drafts = [session.draft(tip) for session, tip in zip(sessions, tips, strict=True)]
         for draft, length in zip(drafts, rng.integers(1, 129, len(drafts)).tolist(), strict=True):
             draft.extend(rng.integers(0, 150_000, length, np.int32))
-        nodes = []
         began = clock()
-        for session, draft in zip(sessions, drafts, strict=True):
-            node = draft.commit("stop")
-            session.set_head("main", node)
-            nodes.append(node)
+        nodes = [draft.commit("stop") for draft in drafts]
+        if heads:
+            for session, node in zip(sessions, nodes, strict=True):
+                session.set_head("main", node)
         taken[step] = (clock() - began) / 1e6
-        if len({id(session) for session in sessions}) > 1:
-            tips = [
-                session.append(node, np.full(64, step, np.int32)) for session, node in zip(sessions, nodes, strict=True)
-            ]
+        if not one:
+            tips = [session.append(node, np.full(64, step, np.int32)) for session, node in zip(sessions, nodes, strict=True)]
     store.flush()
     return taken
 
 
+@contextmanager
+def no_full_collections() -> Iterator[None]:
+    """Python's garbage collector as schedulers have it: what is there is frozen, and full collections are for idle times."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(before[0], before[1], 2**30)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
 def steps(folder: Path) -> Iterator[Figure]:
-    for name, count in (("512 sessions", SESSIONS), ("one session", 1)):
-        with SessionStore.open(folder / name.replace(" ", "-")) as store:
+    for name, count, heads in (
+        ("512 drafts of 512 sessions commit", SESSIONS, False),
+        ("512 drafts of 512 sessions commit and heads move", SESSIONS, True),
+        ("512 drafts of one session commit", 1, False),
+    ):
+        with no_full_collections(), SessionStore.open(folder / f"steps{count}{heads}") as store:
             made = [store.create(f"s{number}", scheme=POSITIONS) for number in range(count)]
-            taken = step_times(store, made * (SESSIONS // count), STEPS)
-        gc.collect()
-        counts = name == "512 sessions"
-        figure = f"a step in which 512 drafts of {name} commit and heads move, on disk (group)"
+            taken = step_times(store, made * (SESSIONS // count), STEPS, heads=heads)
+        first = count == SESSIONS and not heads
         note = f"p99 {np.percentile(taken, 99):.1f} ms"
-        yield Figure(f"{figure}, median", float(np.median(taken)), "ms", 8 if counts else None, note=note)
-        yield Figure(f"{figure}, longest of {STEPS}", float(taken.max()), "ms", 20 if counts else None)
+        yield Figure(
+            f"a step in which {name}, on disk (group), median", float(np.median(taken)), "ms", 8 if first else None, note=note
+        )
+        yield Figure(f"the same, longest of {STEPS}", float(taken.max()), "ms", 20 if first else None)
 
 
 # threads -----------------------------------------------------------------------------------------------------------------------
 
 
-def together(work: list[Callable[[], None]]) -> float:
-    """Seconds that threads take, one for each piece of work."""
-    workers = [threading.Thread(target=each) for each in work]
+def together(work: Callable[[int], None], count: int) -> float:
+    """Seconds that threads take, each for the work of its number."""
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(count)]
     began = time.perf_counter()
     for worker in workers:
         worker.start()
@@ -218,14 +241,14 @@ def rate(store: SessionStore, threads: int) -> float:
     sessions = [store.create(f"{next(NUMBERS)}", scheme=POSITIONS) for _ in range(THREADS)]
     ids = np.arange(16, dtype=np.int32)
 
-    def grow(mine: list[Session]) -> None:
+    def grow(number: int) -> None:
+        mine = sessions[number::threads]
         tips = [session.root for session in mine]
         for _ in range(APPENDS):
             for at, session in enumerate(mine):
                 tips[at] = session.append(tips[at], ids)
 
-    share = THREADS // threads
-    taken = together([lambda first=first: grow(sessions[first : first + share]) for first in range(0, THREADS, share)])  # type: ignore[misc]
+    taken = together(grow, threads)
     began = time.perf_counter()
     store.flush()
     taken += time.perf_counter() - began
@@ -234,14 +257,18 @@ def rate(store: SessionStore, threads: int) -> float:
     return THREADS * APPENDS / taken
 
 
+def stores(folder: Path) -> Iterator[tuple[str, SessionStore]]:
+    """One in memory, and one on disk: each open until the next is asked for."""
+    with SessionStore.in_memory() as store:
+        yield "in memory", store
+    with SessionStore.open(folder) as store:
+        yield "on disk (group)", store
+
+
 def threads(folder: Path) -> Iterator[Figure]:
-    for name, opened in (
-        ("in memory", SessionStore.in_memory),
-        ("on disk (group)", lambda: SessionStore.open(folder / "threads")),
-    ):
-        with opened() as store:
-            rate(store, 1)
-            pairs = [(rate(store, THREADS), rate(store, 1)) for _ in range(5)]
+    for name, store in stores(folder / "threads"):
+        rate(store, 1)
+        pairs = [(rate(store, THREADS), rate(store, 1)) for _ in range(5)]
         many, one = np.median(pairs, axis=0).tolist()
         figure = f"16 threads appending to 16 sessions over one thread, {name}"
         yield Figure(figure, many / one, "x", 0.9, "higher", {"one thread, 1/s": one}, f"{many:,.0f}/s in sum, 16 tokens each")
@@ -270,24 +297,23 @@ def at_once(session: Session, parents: list[Node], count: int, rounds: int) -> t
             own[turn, number], ends[turn, number], starts[turn] = last - first, last, began
             over.wait()
 
-    together([lambda number=number: work(number) for number in range(count)])  # type: ignore[misc]
+    together(work, count)
     return own.ravel() / 1000, (ends.max(axis=1) - starts) / 1000
 
 
 def crowd(folder: Path) -> Iterator[Figure]:
-    for name, opened in (("in memory", SessionStore.in_memory), ("on disk (group)", lambda: SessionStore.open(folder / "crowd"))):
-        with opened() as store:
-            session = store.create("bench", scheme=POSITIONS)
-            nodes = [session.root]
-            for number in range(10_000):
-                nodes.append(session.append(nodes[-1], np.full(16, number, np.int32)))
-            at_once(session, nodes, 1, 500)
-            single, alone = at_once(session, nodes, 1, 4_000)
-            many, all_done = at_once(session, nodes, 20, 200)
+    for name, store in stores(folder / "crowd"):
+        session = store.create("bench", scheme=POSITIONS)
+        nodes = [session.root]
+        for number in range(10_000):
+            nodes.append(session.append(nodes[-1], np.full(16, number, np.int32)))
+        at_once(session, nodes, 1, 500)
+        single, _ = at_once(session, nodes, 1, 4_000)
+        many, last = at_once(session, nodes, 20, 200)
         one, crowded = float(np.percentile(single, 99)), float(np.percentile(many, 99))
-        note = f"p99 {crowded:.0f} µs; median {np.median(many):.1f} beside {np.median(single):.1f}; the last is done after {np.median(all_done):,.0f}"
+        medians = f"median {np.median(many):.1f} beside {np.median(single):.1f}, the last of 20 done after {np.median(last):,.0f}"
         figure = f"20 appends at once on a session of 10,000 nodes, {name}: p99 over a single writer's"
-        yield Figure(figure, crowded / one, "x", 10, peers={"single writer, p99, µs": one}, note=note)
+        yield Figure(figure, crowded / one, "x", 10, peers={"single, p99, µs": one}, note=f"p99 {crowded:.0f} µs, {medians}")
 
 
 # idle sessions -----------------------------------------------------------------------------------------------------------------
@@ -356,7 +382,7 @@ def main() -> int:
         print(json.dumps(idle(Path(sys.argv[2]))))
         return 0
     folder = Path(tempfile.mkdtemp(prefix="sessiontree-bench-", dir=os.environ.get("BENCH_DIR")))
-    parts = {
+    parts: dict[str, Callable[[], Iterator[Figure]]] = {
         "turns": turns,
         "memory": memory,
         "steps": lambda: steps(folder),

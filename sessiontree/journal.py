@@ -995,30 +995,23 @@ class Journal:
             raise
 
     def _changed(self, number: int, before: SessionTree, after: SessionTree, waiting: int, told: Sequence[object]) -> int:
-        records, nodes = [], ()
-        if after._count > before._count:
-            records = _with_prefixes(self._node_records(number, after, before._count))
-            nodes = tuple(codec.entry_of(record).id for record, _ in records)
+        records = self._node_records(number, after, before._count) if after._count > before._count else []
+        nodes = tuple(codec.entry_of(record).id for record in records)
         if after._heads is not before._heads:
-            records += self._head_records(number, before, after)
-        return self._remember(self._log.enqueue(records, waiting, told, before), nodes)
+            records += map(codec.encode, self._head_records(number, before, after))
+        return self._remember(self._log.enqueue(_with_prefixes(records), waiting, told, before), nodes)
 
-    def _head_records(self, number: int, before: SessionTree, after: SessionTree) -> list[tuple[bytes, bytes]]:
-        """Records of the heads that were moved or dropped, each with its prefix."""
-        heads: list[tuple[str, int, int]] = []
-        for name, head in after._heads.items():
-            if before._heads.get(name) is not head:
-                heads.append((name, after._index.find_ordinal(head.node, after._count), head.version))
-        if len(after._heads) < len(before._heads) + len(heads):
+    def _head_records(self, number: int, before: SessionTree, after: SessionTree) -> list[codec.HeadRecord]:
+        """What to record of the heads that were moved or dropped."""
+        moved = [(name, head) for name, head in after._heads.items() if before._heads.get(name) is not head]
+        records = []
+        for name, head in moved:
+            at = after._index.find_ordinal(head.node, after._count)
+            records.append(codec.HeadRecord(number, name, at, head.version))
+        if len(after._heads) < len(before._heads) + len(moved):
             dropped = (name for name in before._heads if name not in after._heads)
-            heads += [(name, codec.NONE, after._moves) for name in dropped]
-        return [
-            (
-                codec.encode(codec.HeadRecord(number, name, None if at == codec.NONE else at, version)),
-                _PREFIX.pack(codec.HEAD, number, at, 0, codec.name_digest(name), 0),
-            )
-            for name, at, version in heads
-        ]
+            records += [codec.HeadRecord(number, name, None, after._moves) for name in dropped]
+        return records
 
     def _node_records(self, number: int, tree: SessionTree, first: int) -> list[bytes]:
         """Records of the nodes of a tree from ordinal ``first`` on."""

@@ -1003,12 +1003,14 @@ class Journal:
 
     def _head_records(self, number: int, before: SessionTree, after: SessionTree) -> list[codec.HeadRecord]:
         """What to record of the heads that were moved or dropped."""
-        moved = [(name, head) for name, head in after._heads.items() if before._heads.get(name) is not head]
-        records = []
-        for name, head in moved:
-            at = after._index.find_ordinal(head.node, after._count)
-            records.append(codec.HeadRecord(number, name, at, head.version))
-        if len(after._heads) < len(before._heads) + len(moved):
+        records, stay = [], 0
+        for name, head in after._heads.items():
+            was = before._heads.get(name)
+            stay += was is not None
+            if was is not head:
+                at = after._index.find_ordinal(head.node, after._count)
+                records.append(codec.HeadRecord(number, name, at, head.version))
+        if stay < len(before._heads):
             dropped = (name for name in before._heads if name not in after._heads)
             records += [codec.HeadRecord(number, name, None, after._moves) for name in dropped]
         return records

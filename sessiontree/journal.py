@@ -1036,16 +1036,25 @@ class Journal:
             raise
 
     def _changed(self, number: int, before: SessionTree, after: SessionTree, waiting: int, told: Sequence[object]) -> int:
-        records = self._node_records(number, after, before._count)
+        records = self._node_records(number, after, before._count) if after._count > before._count else []
         nodes = tuple(codec.entry_of(record).id for record in records)
-        for name, head in after._heads.items():
-            if before._heads.get(name) is not head:
-                at = after._index.find_ordinal(head.node, after._count)
-                records.append(codec.encode(codec.HeadRecord(number, name, at, head.version)))
-        for name in before._heads:
-            if name not in after._heads:
-                records.append(codec.encode(codec.HeadRecord(number, name, None, after._moves)))
+        if after._heads is not before._heads:
+            records += map(codec.encode, self._head_records(number, before, after))
         return self._remember(self._log.enqueue(_with_prefixes(records), waiting, told, before), nodes)
+
+    def _head_records(self, number: int, before: SessionTree, after: SessionTree) -> list[codec.HeadRecord]:
+        """What to record of the heads that were moved or dropped."""
+        records, stay = [], 0
+        for name, head in after._heads.items():
+            was = before._heads.get(name)
+            stay += was is not None
+            if was is not head:
+                at = after._index.find_ordinal(head.node, after._count)
+                records.append(codec.HeadRecord(number, name, at, head.version))
+        if stay < len(before._heads):
+            dropped = (name for name in before._heads if name not in after._heads)
+            records += [codec.HeadRecord(number, name, None, after._moves) for name in dropped]
+        return records
 
     def _node_records(self, number: int, tree: SessionTree, first: int) -> list[bytes]:
         """Records of the nodes of a tree from ordinal ``first`` on."""

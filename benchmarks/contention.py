@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 
 import numpy as np
+from harness import Figure, microseconds, report
 
-from benchmarks.harness import Figure, microseconds, report
 from sessiontree import Node, Session, SessionStore
 
 NODES = 10_000

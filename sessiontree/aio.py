@@ -430,6 +430,7 @@ class AsyncStore:
 
     sessions = _of_store(SessionStore.sessions)
     gc = _of_store(SessionStore.gc)
+    evict = _of_store(SessionStore.evict)
     put_features = _of_store(SessionStore.put_features)
     get_features = _of_store(SessionStore.get_features)
     drop_features = _of_store(SessionStore.drop_features)

@@ -9,8 +9,8 @@ On disk, a session tells the store's :class:`~sessiontree.journal.Journal` what 
 its lock; it waits for the disk, if it has to, after that. Where it has to, readers see a change only when it is durable, and one
 that the disk refuses was never there.
 
-No step here counts on threads taking turns in the interpreter: what is locked by what, in which order, and why what is done without a
-lock is one step on a free-threaded build too, stands in docs/concurrency.md.
+No step here counts on threads taking turns in the interpreter: what is locked by what, in which order, and why what is done
+without a lock is one step on a free-threaded build too, stands in docs/concurrency.md.
 """
 
 from __future__ import annotations

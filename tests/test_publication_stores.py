@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sessiontree import Draft, Head, Node, Recorded, Session, SessionStore, SessionTreeError
+from sessiontree import Draft, Evicted, Head, Node, Recorded, Session, SessionStore, SessionTreeError
 from sessiontree.compaction import GcReport
 from tests.disk import Disk
 from tests.disk_model import let_go, open_on, outline, reopened
@@ -36,6 +36,9 @@ class Home:
         self.two = self.session.append(self.one, [3])
         self.leaf = self.session.append(self.one, [9])
         self.head = self.session.set_head("main", self.one)
+        cold = self.store.create("cold", scheme="text@hf5")
+        cold.append(cold.root, [1])
+        del cold
         self.drafts: list[Draft] = []
         if where != "memory":
             self.store.flush()
@@ -49,7 +52,7 @@ class Home:
         draft = self.session.draft(self.two, key="request")
         draft.extend([7, 8])
         self.drafts.append(draft)
-        self.session._used = False  # the session is as idle as it was
+        self.store._fresh.clear()  # the session is as idle as it was
         return draft
 
     def do(self, name: str) -> None:
@@ -64,7 +67,7 @@ class Home:
     def state(self) -> Any:
         """All there is."""
         session = self.session
-        kept = sorted(self.store._sessions), session.closed, outline(session.tree), session.pins, len(session._drafts())
+        kept = self.store.usage().sessions, session.closed, outline(session.tree), session.pins, len(session._drafts())
         if self.where != "memory" and not self.store._closed:
             self.store.flush()
         return kept, self.on_disk()
@@ -85,7 +88,7 @@ def plain(result: Any) -> Any:
             return result.node.id, result.version
         case Session():
             return result.id, result.incarnation
-        case GcReport():
+        case GcReport() | Evicted():
             return None
         case Recorded():
             return result.prompt.id, result.completion.id, result.reused_tokens
@@ -118,6 +121,10 @@ OPERATIONS: dict[str, Callable[[Home], Any]] = {
     "drop the session": lambda h: h.store.drop("s"),
     "gc": lambda h: h.store.gc(recent=1),
     "flush": lambda h: h.store.flush(),
+    "evict": lambda h: h.store.evict(),
+    "get the cold": lambda h: tuple(node.id for node in h.store.get("cold").tree),
+    "append to the cold": lambda h: h.store.get("cold").append(h.store.get("cold").root, [2]),
+    "drop the cold": lambda h: h.store.drop("cold"),
 }
 
 
@@ -154,7 +161,7 @@ def two(where: str, first: str, second: str, step: int = 1) -> int:
 
 
 #: What publishes something on its way to the disk, or takes it away.
-PUBLISHING = ("append", "commit", "record", "replace", "set_head", "drop", "close", "tick", "flush", "gc")
+PUBLISHING = ("append", "commit", "record", "replace", "set_head", "drop", "close", "tick", "flush", "gc", "evict")
 
 
 def look(home: Home) -> None:
@@ -212,6 +219,10 @@ def test_readers_of_a_store_at_every_place_of_an_operation(name: str, where: str
 
 
 LIFE = [
+    *(("evict", other) for other in ("append", "commit", "close", "tick", "drop", "fork", "gc", "evict")),
+    *(("evict", other) for other in ("get the cold", "append to the cold", "drop the cold", "drop the session")),
+    *((other, "evict") for other in ("append", "commit", "set_head", "close", "tick", "drop", "gc")),
+    *((other, "evict") for other in ("get the cold", "append to the cold", "drop the cold")),
     ("append", "close"),
     ("close", "commit"),
     ("commit", "close"),

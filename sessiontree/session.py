@@ -766,6 +766,8 @@ class Session:
                 self._last_used = now
             if self._closed or now - self._last_used < idle_ttl:
                 return False
+            if self._id in self._store._fresh:  # used since the store looked
+                return False
             self._closed = True
         self._store._forget(self)
         return True

@@ -463,7 +463,7 @@ class SessionStore:
 
     def _put_away_until(self, journal: Journal, target: int) -> Iterator[str]:
         """Ids of the sessions that go, one by one, until the store holds no more than ``target`` bytes."""
-        by_use = sorted((session._use, session_id) for session_id, session in tuple(self._sessions.items()))
+        by_use = sorted((session._use, session_id) for session_id, session in list(self._sessions.items()))
         over = 0
         for at, (_, session_id) in enumerate(by_use):
             if at % _AT_ONCE == 0 or over <= 0:

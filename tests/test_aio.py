@@ -13,6 +13,7 @@ import logging
 import os
 import random
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -79,9 +80,10 @@ class Halted(Disk):
 
 async def until(true: Callable[[], object]) -> int:
     """Let the loop run until something is true: how many times it came round."""
-    rounds = 0
+    rounds, start = 0, time.monotonic()
     while not true():
         rounds += 1
+        assert time.monotonic() < start + 60, "it never came"
         await asyncio.sleep(0)
     return rounds
 
@@ -709,12 +711,22 @@ def test_a_loop_that_is_closed_early_takes_nothing_with_it(caplog: pytest.LogCap
     loop.set_exception_handler(lambda *_: None)  # it complains of the tasks that are left
     world = loop.run_until_complete(World.made(store))
     disk.halt()
+    go = threading.Event()
+
+    def fail_late(session: Session) -> None:
+        assert go.wait(60)
+        session.node(bytes(32))
+
     tasks: list[asyncio.Task[Any]] = [
+        loop.create_task(world.session.run(fail_late)),
         loop.create_task(store._threads.do(disk._halted, "halted", "s")),
         loop.create_task(world.session.append(world.two, [7])),
         loop.create_task(world.session.set_head("main", world.one, expected=world.two)),
     ]
     loop.run_until_complete(until(disk.waits.is_set))
+    go.set()
+    while not store._threads._ended:  # which the loop is never told of
+        os.sched_yield()
     loop.close()
     disk.go.set()
 
@@ -727,7 +739,7 @@ def test_a_loop_that_is_closed_early_takes_nothing_with_it(caplog: pytest.LogCap
 
     asyncio.run(work())
     records = [record for record in caplog.records if record.name == "sessiontree.aio"]
-    assert [type(record.exc_info[1]) for record in records if record.exc_info] == [HeadMoved]
+    assert [type(record.exc_info[1]) for record in records if record.exc_info] == [UnknownNode, HeadMoved]
     assert store._threads._ended == {}
 
 

@@ -265,7 +265,7 @@ LIFE = [
 
 @pytest.mark.parametrize(("first", "second"), [pair for pair in LIFE if "flush" not in pair])
 def test_two_operations_in_memory_are_as_one_after_the_other(first: str, second: str) -> None:
-    assert two("memory", first, second, step=3) > 2
+    assert two("memory", first, second, step=7) > 0
 
 
 @pytest.mark.parametrize("where", ["group", "commit"])

@@ -39,6 +39,7 @@ from sessiontree.errors import (
     Unsupported,
 )
 from sessiontree.features import Features
+from sessiontree.handles import NodeHandles
 from sessiontree.heads import Head
 from sessiontree.media import MediaItem, media_identity
 from sessiontree.node import Namespace, Node
@@ -78,6 +79,7 @@ __all__ = [
     "NeedsExtra",
     "NeedsMedia",
     "Node",
+    "NodeHandles",
     "NodeHeld",
     "OutOfRange",
     "Position",

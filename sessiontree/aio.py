@@ -307,6 +307,7 @@ class AsyncSession:
 
     append = _in_order(Session.append)
     draft = _in_order(Session.draft)
+    adopt = _in_order(Session.adopt)
     record = _in_order(Session.record)
     truncate = _in_order(Session.truncate)
     drop_last = _in_order(Session.drop_last)
@@ -337,11 +338,7 @@ class AsyncSession:
         metadata: Mapping[str, Any] | None = None,
     ) -> Node:
         """Commit a draft of this session. See :meth:`Draft.commit`. Until this raises, the draft is to be left alone."""
-        attach = draft._commit
-
-        def reopen() -> None:
-            draft._how_closed, draft._commit = None, attach
-
+        reopen = partial(draft._reopen, draft._host)
         commit = partial(draft.commit, finish_reason, length, tail_policy, metadata=metadata)
         return await self._do(commit, "commit", undo=reopen)
 
@@ -428,6 +425,7 @@ class AsyncStore:
     alias_media = _of_store(SessionStore.alias_media, _STORE)
     drop_alias = _of_store(SessionStore.drop_alias, _STORE)
 
+    adopt = _of_store(SessionStore.adopt)
     sessions = _of_store(SessionStore.sessions)
     gc = _of_store(SessionStore.gc)
     evict = _of_store(SessionStore.evict)

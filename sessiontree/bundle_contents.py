@@ -29,7 +29,7 @@ from sessiontree.digest import ID_BYTES
 from sessiontree.errors import CorruptTree, Unsupported
 from sessiontree.features import FeatureArray
 from sessiontree.journal import _PREFIX
-from sessiontree.positions import PositionScheme, scheme
+from sessiontree.positions import PositionScheme
 from sessiontree.store import MAX_SESSION_ID
 from sessiontree.tokens import TOKEN_BYTES
 
@@ -230,12 +230,9 @@ class Contents:
     def _rules(self, record: codec.SessionRecord) -> PositionScheme:
         codec.check_root(record)
         try:
-            rules = scheme(record.scheme, **dict(record.params))
-        except TypeError as error:
-            raise self.wrong(f"session {record.session_id!r}: {error}") from error
-        if (rules.name, tuple(sorted(rules.params.items()))) != (record.scheme, record.params):
-            raise self.wrong(f"session {record.session_id!r} has not the parameters of {rules.name}")
-        return rules
+            return codec.rules_of(record)
+        except CorruptTree as error:
+            raise self.wrong(str(error)) from error
 
     def _depth(self, place: int) -> int:
         depth = 0

@@ -42,7 +42,7 @@ from sessiontree.index import Limits
 from sessiontree.media import _SET as _ITEM
 from sessiontree.media import MAX_COUNT, MediaItem, in_token_order, placements
 from sessiontree.node import Namespace, Node, Origin, TurnPositions
-from sessiontree.positions import PositionScheme, PositionState
+from sessiontree.positions import PositionScheme, PositionState, scheme
 from sessiontree.positions.base import OpenBlock
 from sessiontree.positions.runs import _KINDS, Runs, is_external
 from sessiontree.tokens import TOKEN_BYTES
@@ -951,6 +951,17 @@ def check_root(record: SessionRecord) -> None:
     computed = root_id(record.scheme, record.params, record.namespace, record.model_fingerprint)
     if computed != record.root_id:
         _wrong(f"root {record.root_id[:4].hex()} of session {record.session_id!r} holds the content of {computed[:4].hex()}")
+
+
+def rules_of(record: SessionRecord) -> PositionScheme:
+    """The scheme of a session that is no fork. Raises CorruptTree where its parameters are none of the scheme's, UnknownScheme."""
+    try:
+        rules = scheme(record.scheme, **dict(record.params))
+    except TypeError as error:
+        raise CorruptTree(f"session {record.session_id!r}: {error}") from error
+    if (rules.name, tuple(sorted(rules.params.items()))) != (record.scheme, record.params):
+        _wrong(f"session {record.session_id!r} has not the parameters of {rules.name}")
+    return rules
 
 
 def id_below(record: NodeRecord, parent_id: bytes) -> bytes:

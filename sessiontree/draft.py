@@ -2,16 +2,20 @@
 
 It is the one mutable thing that readers of a tree ever hold, and it belongs to one owner. It reads like the node it may become,
 so that a preempted request can be prefilled again from it. It is no part of any tree: committing makes the node in one step,
-aborting it, or dropping the last reference, leaves no trace.
+aborting it, or dropping the last reference, leaves no trace. As bytes it goes on in another process (:mod:`sessiontree.handover`).
+
+Beside its owner, the thread that calls ``SessionStore.tick`` may close it, under its session's lock. Committing and handing over
+say under that lock that they have begun, so a draft is closed once. Taking tokens takes no lock, and only leaves word that it was
+used: a draft whose owner comes back at the very moment of its time-out may take tokens that lead nowhere, once.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Literal, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +30,7 @@ from sessiontree.errors import (
     Unsupported,
 )
 from sessiontree.frozen import checked_text, freeze_metadata, handed_out
+from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
 from sessiontree.node import MediaSpan, Node, Origin, positions_array, positions_in, refuse_inside_item
 from sessiontree.node import position_pieces as node_pieces
@@ -46,11 +51,34 @@ from sessiontree.turns import Turn, plan_turn
 REFUSED_FINISH_REASONS: Final = frozenset({"abort", "error"})
 MAX_STATE_BYTES: Final = 2**20
 
-Commit = Callable[[Node, Turn, Details], Node]
+HowClosed = Literal["committed", "aborted", "timed out", "handed over"]
+#: Openings of sessions that a draft has been in: each the identity of a store and an incarnation there, a store at most once.
+Openings = tuple[tuple[bytes, int], ...]
 
 
-def _no_session(parent: Node, turn: Turn, details: Details) -> Node:
-    raise DraftClosed("this draft was closed")
+class Host(Protocol):
+    """What a draft needs of its session. ``_lock``: held by whoever closes a draft that is not his."""
+
+    _lock: Any
+
+    def _attach(self, parent: Node, turn: Turn, details: Details) -> Node: ...
+
+    def _packed(self, draft: Draft, with_path: bool) -> bytes: ...
+
+
+class _Nowhere:
+    """Where a closed draft is: it holds its path and nothing else."""
+
+    _lock = new_lock()
+
+    def _attach(self, parent: Node, turn: Turn, details: Details) -> NoReturn:
+        raise DraftClosed("this draft was closed")
+
+    def _packed(self, draft: Draft, with_path: bool) -> NoReturn:
+        raise DraftClosed("this draft was closed")
+
+
+NOWHERE: Final[Host] = _Nowhere()
 
 
 class Draft:
@@ -62,12 +90,16 @@ class Draft:
 
     __slots__ = (
         "__weakref__",
-        "_commit",
+        "_computed",
+        "_ending",
         "_first",
+        "_host",
         "_how_closed",
         "_key",
+        "_last_used",
         "_max_tokens",
         "_metadata",
+        "_openings",
         "_parent",
         "_planned",
         "_role",
@@ -75,6 +107,7 @@ class Draft:
         "_start",
         "_states",
         "_tokens",
+        "_used",
     )
 
     origin: Origin = "generated"
@@ -88,9 +121,10 @@ class Draft:
         metadata: PMap[str, Any],
         key: str,
         max_tokens: int | None,
-        commit: Commit,
+        host: Host,
+        openings: Openings = (),
     ) -> None:
-        """``max_tokens``: limit of the path's length. ``commit``: attaches a planned turn and returns its node."""
+        """``max_tokens``: limit of the path's length. ``host``: its session. ``openings``: those that it may come back to."""
         state = parent.position_state()
         refuse_inside_item(parent, parent, "nothing can be generated there")
         self._parent = parent
@@ -99,10 +133,15 @@ class Draft:
         self._key = checked_text(key, "key")
         self._metadata = metadata
         self._max_tokens = max_tokens
-        self._commit: Commit = commit
+        self._host = host
+        self._openings = openings
         self._tokens = array("i")
         self._states: list[tuple[int, bytes]] = []
-        self._how_closed: str | None = None
+        self._computed = 0
+        self._how_closed: HowClosed | None = None
+        self._ending = False  # it is being committed or handed over
+        self._used = True  # since the last tick
+        self._last_used = 0.0  # the time of the tick that saw it used
         # Its tokens have positions in both modes; as replayed they can stand further on than as decoded.
         first = max(state.max_position + 1, parent.position_state("as_replayed").next_position)
         self._first = first
@@ -120,12 +159,14 @@ class Draft:
         token = in_range(token_id, MAX_TOKEN_ID, "token id", self)
         self._make_room(1)
         self._tokens.append(token)
+        self._used = True
 
     def extend(self, token_ids: TokenIds) -> None:
         """Take many tokens, or none if one of them cannot be. Raises TypeError and what :meth:`append` raises."""
         data = token_bytes(token_ids, self._max_tokens)
         self._make_room(len(data) // TOKEN_BYTES)
         self._tokens.frombytes(data)
+        self._used = True
 
     def _make_room(self, count: int) -> None:
         self._check_open()
@@ -156,7 +197,7 @@ class Draft:
             raise DraftClosed(f"{self!r} was {self._how_closed}")
 
     def rollback(self, length: int) -> None:
-        """Keep its first ``length`` tokens (speculative decoding) and the state that was current there.
+        """Keep its first ``length`` tokens (speculative decoding), the state that was current there, and what is computed of them.
 
         Raises OutOfRange outside 0..len, DraftClosed.
         """
@@ -165,6 +206,8 @@ class Draft:
         del self._tokens[length:]
         while self._states and self._states[-1][0] > length:
             self._states.pop()
+        self._computed = min(self._computed, self._start + length)
+        self._used = True
 
     def set_state(self, state: bytes) -> None:
         """Keep a small opaque state (grammar, sampler) that belongs to the tokens so far. At most 1 MiB, else LimitExceeded."""
@@ -179,11 +222,31 @@ class Draft:
             self._states.pop()
         if not self._states or self._states[-1][1] != kept:
             self._states.append((at, kept))
+        self._used = True
 
     @property
     def state(self) -> bytes | None:
         """The opaque state set last at or before the tokens kept; None if there is none."""
         return self._states[-1][1] if self._states else None
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """How many tokens of its path have KV, from the first on, as its engine says: 0 at first.
+
+        A scheduler sets it to what a prefix cache has, and again after each chunk; the next chunk is path tokens
+        ``[num_computed_tokens, stop)``, or as many of them as fit. Raises OutOfRange outside 0..stop, DraftClosed.
+        """
+        return self._computed
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, count: int) -> None:
+        self._check_open()
+        self._computed = in_range(count, self.stop, "num_computed_tokens", self)
+        self._used = True
+
+    def preempt(self) -> None:
+        """Its KV was given up: nothing is computed, so it is prefilled again, its own tokens included. Raises DraftClosed."""
+        self.num_computed_tokens = 0
 
     def commit(
         self,
@@ -202,35 +265,78 @@ class Draft:
         0..len, KeyTaken where the draft's key names other content, StaleSession, DraftClosed. A commit that raises leaves
         the draft open.
         """
-        self._check_open()
-        finish_reason = checked_finish_reason(finish_reason)
-        tail_policy = checked_text(tail_policy, "tail_policy")  # type: ignore[assignment]
-        if tail_policy not in TAIL_POLICIES:
-            raise FinishRefused(f"no tail policy {tail_policy!r}; keep or drop_last", tail_policy=tail_policy)
-        count = len(self._tokens) if length is None else in_range(length, len(self._tokens), "length", self)
-        if tail_policy == "drop_last":
-            count = max(0, count - 1)
-        data = self._tokens[:count].tobytes()
-        turn = plan_turn(self.scheme, self.parent, data, (), self.origin, self.role, self.key)
-        frozen = self._metadata if metadata is None else freeze_metadata(metadata)
-        node = self._commit(self.parent, turn, Details(frozen, finish_reason, tail_policy))
-        self._close("committed")
+        try:
+            self._begin_end()
+            finish_reason = checked_finish_reason(finish_reason)
+            tail_policy = checked_text(tail_policy, "tail_policy")  # type: ignore[assignment]
+            if tail_policy not in TAIL_POLICIES:
+                raise FinishRefused(f"no tail policy {tail_policy!r}; keep or drop_last", tail_policy=tail_policy)
+            count = len(self._tokens) if length is None else in_range(length, len(self._tokens), "length", self)
+            if tail_policy == "drop_last":
+                count = max(0, count - 1)
+            data = self._tokens[:count].tobytes()
+            turn = plan_turn(self.scheme, self.parent, data, (), self.origin, self.role, self.key)
+            frozen = self._metadata if metadata is None else freeze_metadata(metadata)
+            node = self._host._attach(self.parent, turn, Details(frozen, finish_reason, tail_policy))
+            self._close("committed")
+        finally:
+            self._ending = False
         return node
 
+    def hand_over(self, *, with_path: bool = False) -> bytes:
+        """Close it here, to go on elsewhere: bytes for :meth:`Session.adopt` and :meth:`SessionStore.adopt`, in any process.
+
+        They hold its tokens, its states, what is computed, and the id of its parent, not the path; ``with_path``: that too, for a
+        process that cannot read the store. Adopted where it was made, and committed, it gives the node it would have given had it
+        never left. Nothing here holds its parent or its session meanwhile: pin the one, and use the other within its idle_ttl.
+
+        Raises LimitExceeded for what no record holds, DraftClosed. A hand-over that raises leaves the draft open.
+        """
+        try:
+            self._begin_end()
+            data = self._host._packed(self, with_path)
+            self._close("handed over")
+        finally:
+            self._ending = False
+        return data
+
     def abort(self) -> None:
-        """Give it up. Nothing of it was ever in the tree. Raises DraftClosed after a commit."""
-        if self._how_closed != "aborted":
+        """Give it up. Nothing of it was ever in the tree. Raises DraftClosed after a commit, and once it was handed over."""
+        if self._how_closed not in ("aborted", "timed out"):
             self._check_open()
             self._close("aborted")
 
-    def _close(self, how: str) -> None:
+    def _begin_end(self) -> None:
+        """From here on it does not time out, until whoever calls this lets go of ``_ending``."""
+        with self._host._lock:
+            self._check_open()
+            self._ending = True
+
+    def _time_out(self, now: float, ttl: float) -> None:
+        """Abort it if nothing was done to it for ``ttl``, in the store's time; its session's lock is held."""
+        if self._used:  # since the tick before: nobody knows when, so none is aborted early
+            self._used, self._last_used = False, now
+        if not self._ending and self._how_closed is None and now - self._last_used >= ttl:
+            self._close("timed out")
+
+    def _close(self, how: HowClosed) -> None:
         self._how_closed = how
-        self._commit = _no_session  # a closed draft holds its path and nothing else
+        self._host = NOWHERE
+
+    def _reopen(self, host: Host) -> None:
+        """Go on with it where it was: what it was committed as will never be durable."""
+        self._host, self._used = host, True
+        self._how_closed = None
 
     @property
     def closed(self) -> bool:
-        """Whether it was committed or aborted."""
+        """Whether it takes no more tokens: see :attr:`how_closed`."""
         return self._how_closed is not None
+
+    @property
+    def how_closed(self) -> HowClosed | None:
+        """ "committed", "aborted", "timed out" (aborted by :meth:`SessionStore.tick`), "handed over"; None while it is open."""
+        return self._how_closed
 
     def __enter__(self) -> Draft:
         return self
@@ -353,7 +459,7 @@ class Draft:
         return f"<Draft {how} tokens=[{self.start}, {self.stop}) role={self.role!r} under {self.parent.id[:4].hex()}>"
 
     def __reduce__(self) -> Any:
-        raise TypeError("a draft belongs to its session and is not pickled")
+        raise TypeError("a draft belongs to its session and is not pickled; hand_over gives bytes")
 
 
 def position_pieces(draft: Draft, start: int, stop: int, mode: Mode) -> list[Piece]:
@@ -395,6 +501,7 @@ def extend_drafts(drafts: Sequence[Draft], token_ids: TokenIds | Sequence[TokenI
             draft._make_room(len(run) // TOKEN_BYTES)
         for draft, run in zip(drafts, runs, strict=True):
             draft._tokens.frombytes(run)
+            draft._used = True
         return
     tokens = token_array(token_bytes(token_ids)).tolist()
     _check_lengths(drafts, tokens)
@@ -403,6 +510,7 @@ def extend_drafts(drafts: Sequence[Draft], token_ids: TokenIds | Sequence[TokenI
             draft._make_room(1)
     for draft, token in zip(drafts, tokens, strict=True):
         draft._tokens.append(token)
+        draft._used = True
 
 
 def _check_lengths(drafts: Sequence[Draft], tokens: Sequence[Any]) -> None:

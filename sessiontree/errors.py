@@ -109,7 +109,7 @@ class NameTaken(HeadMoved):
 
 
 class DraftClosed(SessionTreeError):
-    """The draft was committed or aborted."""
+    """The draft was committed, aborted or handed over, or it timed out."""
 
 
 class FinishRefused(SessionTreeError):

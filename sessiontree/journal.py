@@ -417,6 +417,7 @@ class Journal:
         self.follows = log.read_only
         self.waits = log.durability == "commit"
         self._sound = not log.damaged
+        self.identity: bytes | None = None  # of the store, where it can be written to
         self._log = log
         self._features = features
         self._paths = paths
@@ -463,7 +464,10 @@ class Journal:
         """The journal in a directory. Raises StoreLocked, IncompatibleStore, CorruptTree."""
         log = SegmentLog.open(path, read_only=read_only, durability=durability, strict=strict, entry_of=prefix_of)
         try:
-            return cls(log, os.fspath(path), features, paths, held, strict=strict)
+            journal = cls(log, os.fspath(path), features, paths, held, strict=strict)
+            if not (read_only or log.damaged):
+                journal.identity = log.identity
+            return journal
         except BaseException:
             log.close()
             raise

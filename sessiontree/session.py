@@ -39,6 +39,7 @@ from sessiontree.errors import (
     Unsupported,
 )
 from sessiontree.frozen import checked_text, freeze_metadata
+from sessiontree.handover import Parcel, packed, unpacked
 from sessiontree.heads import Head, HeadNodes
 from sessiontree.index import NodeIndex
 from sessiontree.journal import Journal, Overtaken, WriteLost
@@ -72,6 +73,9 @@ class Home(Protocol):
     _fresh: dict[str, Session]  # those that were used since anybody looked
     _uses: Iterator[int]  # numbers of uses
     _nodes: HeldNodes
+
+    @property
+    def _identity(self) -> bytes | None: ...
 
     def flush(self) -> None: ...
 
@@ -306,12 +310,55 @@ class Session:
         with self._lock:
             self._check_open()
             node = self._tree._resolve(parent)
-            limit = self._limits.max_tokens
-            draft = Draft(node, role=role, metadata=frozen, key="" if key is None else key, max_tokens=limit, commit=self._attach)
+            draft = Draft(
+                node,
+                role=role,
+                metadata=frozen,
+                key="" if key is None else key,
+                max_tokens=self._limits.max_tokens,
+                host=self,
+            )
             if key is None:  # only now: a draft that is refused uses up no key
                 draft._key = self._own_key(node)
             self._open_drafts.add(draft)
         return draft
+
+    def adopt(self, data: bytes | bytearray | memoryview) -> Draft:
+        """Go on with a draft that was handed over, here or in another process: as :meth:`Draft.hand_over` left it.
+
+        Its parent is to be in this session; where it is not and the draft brought its path, the path is added. Room is what this
+        session allows. The same bytes may be adopted again, as after a crash: whichever is committed first makes the node, and
+        committing the same again gives that node.
+
+        Raises UnknownNode for its parent, IncompatibleStore where scheme, namespace or model fingerprint differ or the format is
+        another, StaleSession where it comes from an opening of this store that is over, CorruptTree for other bytes than
+        hand_over gives, KeyTaken, LimitExceeded, TypeError; nothing has changed then.
+        """
+        return self._adopt(unpacked(data))
+
+    def _adopt(self, parcel: Parcel) -> Draft:
+        parcel.check_root(self.root)
+
+        def go_on(tree: SessionTree) -> Draft:
+            self._check_open()
+            parcel.check_opening(self._store._identity, self.incarnation)
+            draft = parcel.draft(tree, self)
+            self._open_drafts.add(draft)
+            return draft
+
+        def attach(tree: SessionTree) -> tuple[SessionTree, Draft]:
+            tree = parcel.attached(tree)
+            return tree, go_on(tree)
+
+        if parcel.path and parcel.parent_id not in self._tree:
+            return self._swap(attach)
+        with self._lock:
+            draft = go_on(self._tree)
+            self._touch()
+            return draft
+
+    def _packed(self, draft: Draft, with_path: bool) -> bytes:
+        return packed(draft, self.id, self._limits, (self._store._identity, self.incarnation), with_path)
 
     def _own_key(self, parent: Node) -> str:
         """A key that no other generation of this session has, nor a child of ``parent``."""
@@ -699,6 +746,7 @@ class Session:
             return tree.drop(*roots) if roots else tree, None
 
         self._swap(drop)
+        self._written = self._told[0] = self._tree  # of no use in memory, but they would hold what was dropped
 
     def _drop_durably(self, journal: Journal, doomed: Callable[[SessionTree], list[int]]) -> None:
         """``doomed``: given all there is, which is on disk, the ordinals of what is to go."""
@@ -771,6 +819,14 @@ class Session:
             self._closed = True
         self._store._forget(self)
         return True
+
+    def _time_out_drafts(self, now: float, ttl: float) -> None:
+        """Abort the drafts that lay idle for ``ttl``, in the store's time."""
+        if not self._open_drafts:
+            return
+        with self._lock:
+            for draft in self._drafts():
+                draft._time_out(now, ttl)
 
     # Memory
 

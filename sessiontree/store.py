@@ -16,9 +16,12 @@ from weakref import ref
 
 import numpy as np
 
+from sessiontree import codec
 from sessiontree.backends.base import Progress
 from sessiontree.backends.blobs import FeatureFolder
+from sessiontree.backends.segment_log import new_identity
 from sessiontree.compaction import GcReport, compact
+from sessiontree.draft import NOWHERE, Draft
 from sessiontree.errors import (
     CorruptTree,
     IncompatibleStore,
@@ -36,6 +39,7 @@ from sessiontree.errors import (
 from sessiontree.features import DEFAULT_BUDGET as DEFAULT_FEATURE_BYTES
 from sessiontree.features import Features, FeatureStore
 from sessiontree.frozen import checked_text
+from sessiontree.handover import unpacked
 from sessiontree.journal import Durability, Journal, Overtaken
 from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
@@ -103,10 +107,12 @@ class SessionStore:
         feature_bytes: int = DEFAULT_FEATURE_BYTES,
         path_cache_bytes: int = DEFAULT_PATH_CACHE_BYTES,
         idle_ttl: float | None = None,
+        draft_ttl: float | None = None,
         memory_bytes: int | None = None,
     ) -> None:
-        if idle_ttl is not None and not _time(idle_ttl, "idle_ttl") > 0:
-            raise OutOfRange(f"idle_ttl is {idle_ttl}, not above 0", value=idle_ttl, limit=0)
+        for what, ttl in (("idle_ttl", idle_ttl), ("draft_ttl", draft_ttl)):
+            if ttl is not None and not _time(ttl, what) > 0:
+                raise OutOfRange(f"{what} is {ttl}, not above 0", value=ttl, limit=0)
         self._lock = new_lock()
         self._sessions: dict[str, Session] = {}
         self._opened = 0
@@ -115,6 +121,8 @@ class SessionStore:
         self._paths = PathCache(path_cache_bytes)
         self._aliases: dict[tuple[Namespace, str], bytes | None] = {}  # None: dropped, whatever the disk said
         self._idle_ttl = idle_ttl
+        self._draft_ttl = draft_ttl
+        self._own_identity: bytes | None = None
         self._memory_bytes = None if memory_bytes is None else in_range(memory_bytes, sys.maxsize, "memory_bytes", "a store")
         self._now = -math.inf
         self._asleep = Sleepers()
@@ -136,13 +144,15 @@ class SessionStore:
         feature_bytes: int = DEFAULT_FEATURE_BYTES,
         path_cache_bytes: int = DEFAULT_PATH_CACHE_BYTES,
         idle_ttl: float | None = None,
+        draft_ttl: float | None = None,
     ) -> SessionStore:
         """A store that lives and dies with this process.
 
         ``feature_bytes``: budget for features of media. ``path_cache_bytes``: for whole paths of forks that were read as views.
-        ``idle_ttl``: how long a session may lie idle before :meth:`tick` closes it, in the unit that tick is called with.
+        ``idle_ttl``: how long a session may lie idle before :meth:`tick` closes it, in the unit that tick is called with;
+        ``draft_ttl``: the same for a draft, before tick aborts it.
         """
-        return cls(feature_bytes=feature_bytes, path_cache_bytes=path_cache_bytes, idle_ttl=idle_ttl)
+        return cls(feature_bytes=feature_bytes, path_cache_bytes=path_cache_bytes, idle_ttl=idle_ttl, draft_ttl=draft_ttl)
 
     @classmethod
     def open(
@@ -155,6 +165,7 @@ class SessionStore:
         feature_bytes: int = DEFAULT_FEATURE_BYTES,
         path_cache_bytes: int = DEFAULT_PATH_CACHE_BYTES,
         idle_ttl: float | None = None,
+        draft_ttl: float | None = None,
         memory_bytes: int | None = None,
     ) -> SessionStore:
         """A store in the directory ``path``, made if there is none; its parent must be there.
@@ -174,7 +185,13 @@ class SessionStore:
         Raises StoreLocked within a second where another process writes to it, IncompatibleStore for a format or record type of
         a newer version or a directory of something else, CorruptTree for damage, StoreFailed where the disk refuses.
         """
-        store = cls(feature_bytes=feature_bytes, path_cache_bytes=path_cache_bytes, idle_ttl=idle_ttl, memory_bytes=memory_bytes)
+        store = cls(
+            feature_bytes=feature_bytes,
+            path_cache_bytes=path_cache_bytes,
+            idle_ttl=idle_ttl,
+            draft_ttl=draft_ttl,
+            memory_bytes=memory_bytes,
+        )
         path = os.path.abspath(path)
         store._journal = Journal.open(
             path, store._features, store._paths, store._nodes, durability=durability, read_only=read_only, strict=strict
@@ -297,6 +314,40 @@ class SessionStore:
                 self._sessions[session_id] = session
         return session
 
+    def adopt(self, data: bytes | bytearray | memoryview) -> Draft:
+        """Go on with a draft that was handed over, in the session of its id: :meth:`Session.adopt`.
+
+        Where there is no such session, and the draft brought its path or starts at the root, the session is made, of that path and
+        with its limits. Raises UnknownSession where neither is so, and what Session.adopt raises; nothing has changed then.
+        """
+        parcel = unpacked(data)
+        session_id = parcel.session.session_id
+        while True:
+            try:
+                return self.get(session_id)._adopt(parcel)
+            except UnknownSession:
+                if not parcel.whole:
+                    raise
+            parcel.check_opening(self._identity, None)
+            rules, limits = codec.rules_of(parcel.session), parcel.session.limits
+            lineage = lineage_of(rules, parcel.session.namespace, parcel.session.model_fingerprint, self._features)
+            tree = parcel.attached(new_tree(lineage, limits, self._paths))
+            parcel.draft(tree, NOWHERE)  # it can go on there
+            with suppress(SessionExists):  # somebody else was quicker
+                self._open(session_id, tree)
+
+    @property
+    def _identity(self) -> bytes | None:
+        """What the store is known by where drafts that left it come back; None of one that is only read.
+
+        In memory it is drawn when it is first asked for: a store that no draft leaves draws nothing.
+        """
+        if self._journal is not None:
+            return self._journal.identity
+        with self._lock:
+            self._own_identity = self._own_identity or new_identity()
+            return self._own_identity
+
     def _view_of(self, session_id: str) -> tuple[SessionTree, Mapping[bytes, int]] | None:
         """A session's tree and pins as they are now, without opening the session; None where there is none."""
         with self._lock:
@@ -379,10 +430,12 @@ class SessionStore:
     def tick(self, now: float) -> tuple[str, ...]:
         """Tell the store the time; ids of the sessions that it closes for it, in the order they were opened.
 
-        Those are closed that lay idle for ``idle_ttl`` and have no open draft. There is no clock in here: a write, a commit or a
-        ``get`` is use at the time that was told last (before the first tick: at that), so tell it often within an ``idle_ttl``. The
-        same calls close the same sessions on every rank. Nodes that readers hold stay readable. Raises OutOfRange for a time
-        before the last one.
+        First, drafts are aborted that took no token, rollback, state or progress for ``draft_ttl``: ``draft.how_closed`` is "timed
+        out" then, and writing to one raises DraftClosed. Then those sessions are closed that lay idle for ``idle_ttl`` and have no
+        open draft. There is no clock in here: a write, a commit or a ``get`` is use of a session at the time that was told last
+        (before the first tick: at that), so tell it often within an ``idle_ttl``; use of a draft counts at the next tick, so none
+        is aborted early. The same calls close the same on every rank. Nodes that readers hold stay readable. Raises OutOfRange for
+        a time before the last one.
         """
         now = _time(now, "the time")
         with self._lock:
@@ -392,6 +445,9 @@ class SessionStore:
         self._look()
         with self._lock:
             self._now = max(self._now, now)
+        if self._draft_ttl is not None:
+            for session in tuple(self._sessions.values()):
+                session._time_out_drafts(now, self._draft_ttl)
         closed = [] if self._idle_ttl is None else self._expire(now, self._idle_ttl)
         if self._memory_bytes is not None:
             self.evict(self._memory_bytes)

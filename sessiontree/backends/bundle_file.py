@@ -264,7 +264,7 @@ class BundleFile:
     def _walk(self, start: int, size: int, entry_of: Callable[[bytes], bytes]) -> list[bytes]:
         """The rows of all records, every byte of every frame checked."""
         window = Window(self._system, self._fd)
-        seed, magic = self._keys
+        seed, magic, _ = self._keys
         rows: list[bytes] = []
         at, sequence = start, 0
         while True:

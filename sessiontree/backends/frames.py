@@ -141,14 +141,18 @@ class Header(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What binds bytes to their store. Nothing that users store can hold a record's magic but by chance."""
+    """What binds bytes to their store. Nothing that users store can hold a record's magic but by chance.
+
+    ``store``: what FORMAT calls it; empty where that is not known.
+    """
 
     seed: int
     magic: int
+    store: bytes = b""
 
     @classmethod
     def of(cls, store: bytes) -> Keys:
-        return cls.of_seed(crc32(store))
+        return cls.of_seed(crc32(store))._replace(store=store)
 
     @classmethod
     def of_seed(cls, seed: int) -> Keys:
@@ -156,7 +160,7 @@ class Keys(NamedTuple):
 
 
 def build_frame(keys: Keys, at: End, synced: int, first: int, batches: Sequence[Records]) -> Frame:
-    seed, magic = keys
+    seed, magic, _ = keys
     segment, start, sequence, records, _, _, fd = at
     place = start + HEADER.size
     parts: list[bytes] = [b"", b""]  # of the header, which comes last

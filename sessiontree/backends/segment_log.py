@@ -204,6 +204,11 @@ _Lost = tuple[int, int, OSError]
 _Queue = tuple[int, list[tuple[Records, int]], Frame | None, tuple[_Lost, ...]]
 
 
+def new_identity() -> bytes:
+    """What a new store is known by. It is no part of any node's id, nor of any state."""
+    return uuid.uuid4().hex.encode()
+
+
 class SegmentLog:
     """One writer's, or one reader's, view of the log. Thread-safe.
 
@@ -301,6 +306,11 @@ class SegmentLog:
         return log
 
     # what is there
+
+    @property
+    def identity(self) -> bytes:
+        """What the store is known by, to itself and to who reads it: no other has it, but a copy of its files."""
+        return b"" if self._keys is None else self._keys.store
 
     @property
     def durability(self) -> Durability:
@@ -1069,7 +1079,7 @@ class SegmentLog:
         return self._keys is not None
 
     def _format(self) -> None:
-        body = b"sessiontree log %d %s" % (VERSION, uuid.uuid4().hex.encode())
+        body = b"sessiontree log %d %s" % (VERSION, new_identity())
         write_new(self._system, self._path + "/FORMAT", body + b" %08x\n" % crc32(body), sync=True)
         self._identify()
 

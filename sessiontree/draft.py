@@ -47,6 +47,7 @@ REFUSED_FINISH_REASONS: Final = frozenset({"abort", "error"})
 MAX_STATE_BYTES: Final = 2**20
 
 Commit = Callable[[Node, Turn, Details], Node]
+Closing = Callable[["Draft", str], None]
 
 
 def _no_session(parent: Node, turn: Turn, details: Details) -> Node:
@@ -62,6 +63,7 @@ class Draft:
 
     __slots__ = (
         "__weakref__",
+        "_closing",
         "_commit",
         "_first",
         "_how_closed",
@@ -89,8 +91,12 @@ class Draft:
         key: str,
         max_tokens: int | None,
         commit: Commit,
+        closing: Closing | None = None,
     ) -> None:
-        """``max_tokens``: limit of the path's length. ``commit``: attaches a planned turn and returns its node."""
+        """``max_tokens``: limit of the path's length. ``commit``: attaches a planned turn and returns its node.
+
+        ``closing``: is told how it was closed, "committed" or "aborted", once it is.
+        """
         state = parent.position_state()
         refuse_inside_item(parent, parent, "nothing can be generated there")
         self._parent = parent
@@ -100,6 +106,7 @@ class Draft:
         self._metadata = metadata
         self._max_tokens = max_tokens
         self._commit: Commit = commit
+        self._closing = closing
         self._tokens = array("i")
         self._states: list[tuple[int, bytes]] = []
         self._how_closed: str | None = None
@@ -224,8 +231,11 @@ class Draft:
             self._close("aborted")
 
     def _close(self, how: str) -> None:
+        closing, self._closing = self._closing, None
         self._how_closed = how
         self._commit = _no_session  # a closed draft holds its path and nothing else
+        if closing is not None:
+            closing(self, how)
 
     @property
     def closed(self) -> bool:

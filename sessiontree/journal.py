@@ -307,6 +307,19 @@ class SessionNodes:
         ids[there] = np.ascontiguousarray(self._columns.entries["id"][self._places[there]]).view(np.uint8).reshape(-1, ID_BYTES)
         return ids
 
+    def differing(self, older: SessionNodes) -> tuple[Sequence[int], Sequence[int]]:
+        count = max(len(self), len(older))
+        mine, theirs = (np.zeros((count, ID_BYTES), np.uint8) for _ in range(2))
+        mine[: len(self)], theirs[: len(older)] = self.ids(), older.ids()
+        other = (mine != theirs).any(axis=1)  # an ordinal may stand for another node once the last ones were removed
+        made, gone = other & mine.any(axis=1), other & theirs.any(axis=1)
+        above = older.parents() - self.first
+        inside = (above >= 0) & (above < len(above))
+        below = np.flatnonzero(inside)
+        topmost = gone[: len(older)].copy()
+        topmost[below] &= ~gone[above[below]]
+        return (np.flatnonzero(made) + self.first).tolist(), (np.flatnonzero(topmost) + self.first).tolist()
+
     def parents_outside(self) -> Sequence[int]:
         parents, _ = self._sorted_parents()
         outside: list[int] = np.unique(parents[: parents.searchsorted(self.first)]).tolist()

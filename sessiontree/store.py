@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from sessiontree import news
 from sessiontree.backends.base import Progress
 from sessiontree.backends.blobs import FeatureFolder
 from sessiontree.compaction import GcReport, compact
@@ -28,6 +29,7 @@ from sessiontree.errors import (
     UnknownSession,
     Unsupported,
 )
+from sessiontree.events import DEFAULT_CAPACITY, Feed, Kind, Sink, Subscription, checked_capacity, checked_kinds
 from sessiontree.features import DEFAULT_BUDGET as DEFAULT_FEATURE_BYTES
 from sessiontree.features import Features, FeatureStore
 from sessiontree.frozen import checked_text
@@ -73,6 +75,7 @@ class SessionStore:
         if idle_ttl is not None and not _time(idle_ttl, "idle_ttl") > 0:
             raise OutOfRange(f"idle_ttl is {idle_ttl}, not above 0", value=idle_ttl, limit=0)
         self._lock = new_lock()
+        self._feed = Feed()
         self._sessions: dict[str, Session] = {}
         self._opened = 0
         self._closed = False
@@ -204,8 +207,17 @@ class SessionStore:
                 raise SessionExists(f"session {session_id!r} is open", session_id=session_id)
             self._opened += 1
             session = Session(session_id, self._opened, tree, self)
-            self._sessions[session_id] = session
+            self._put(session)
+        self._feed.pass_on()
         return session
+
+    def _put(self, session: Session, *, again: bool = False) -> None:
+        """Have a session that was opened, and say so before anybody writes to it; the lock is held. ``again``: it was before."""
+        batch = news.opened(*session._named, session._tree, self._feed.wanted, again=again)
+        put, sessions, session_id = self._feed.put, self._sessions, session.id
+        sessions[session_id] = session  # from here to the call nothing comes in between
+        if batch:
+            put(batch)
 
     def _open_durably(
         self, journal: Journal, session_id: str, tree: SessionTree, tip: tuple[int, int] | None, drops: int
@@ -222,7 +234,8 @@ class SessionStore:
             number, incarnation = journal.create(session_id, tree, tip, drops)  # which may wait for the disk
             session = Session(session_id, incarnation, tree, self, number)
             with self._lock:
-                self._sessions[session_id] = session
+                self._put(session)
+            self._feed.pass_on()
         finally:
             if mine:
                 self._creating.discard(session_id)
@@ -241,11 +254,13 @@ class SessionStore:
             tree, pins = journal.tree(number)
             if session is None or session._number != number:  # or it was dropped, and made again
                 session = Session(session_id, journal.opened(number), tree, self, number)
-            session._tree = session._written = session._told[0] = tree
-            session._pins = pins
-            self._wake(session_id)
-            with self._lock:
-                self._sessions[session_id] = session
+                session._pins = pins
+                self._wake(session_id)
+                with self._lock:
+                    self._put(session, again=True)
+            else:
+                session._follow(tree, pins)
+        self._feed.pass_on()
         return session
 
     def _view_of(self, session_id: str) -> tuple[SessionTree, Mapping[bytes, int]] | None:
@@ -371,7 +386,9 @@ class SessionStore:
                     raise
                 finally:  # where it was interrupted, the journal knows whether it is gone
                     if session._closed:
+                        session._drop_whole(told=was)
                         self._forget(session)
+        self._feed.pass_on()
 
     def gc(self, *, recent: int | None = None, progress: Progress | None = None) -> GcReport:
         """Give back what was dropped: nodes, heads, aliases, and features that no node names any more.
@@ -519,6 +536,44 @@ class SessionStore:
                 self._journal.close()
             self._features.close()
             self._paths.clear()
+        self._feed.close()
+
+    def subscribe(
+        self,
+        capacity: int = DEFAULT_CAPACITY,
+        kinds: Iterable[Kind] | None = None,
+        *,
+        notify: Callable[[], object] | None = None,
+    ) -> Subscription:
+        """Be told what happens in this store from now on, in order. See :class:`~sessiontree.events.Subscription`.
+
+        What becomes visible after this has returned is told of. ``capacity``: how many events may wait to be read; what comes while
+        so many do is not kept, but counted, and an event of kind "lost" says so in its place. ``kinds``: those that are wanted;
+        None: all. ``notify``: called without arguments, on the thread that writes, when there is something to read and was nothing
+        before; it should be short. What it raises is logged. No writer waits for a subscriber, or fails for one.
+
+        Raises OutOfRange for a capacity below 1, Unsupported for a kind that there is not, and in a signal handler that comes in
+        while its thread writes; StoreClosed.
+        """
+        if notify is not None and not callable(notify):
+            raise TypeError(f"notify is called without arguments; a {type(notify).__name__} cannot be")
+        subscription = Subscription(self._feed, checked_capacity(capacity), checked_kinds(kinds), notify)
+        self._listening(subscription)
+        return subscription
+
+    def _listening(self, sink: Sink) -> None:
+        """Tell a sink what becomes visible from now on."""
+        self._check_open()
+        with self._lock:
+            open_sessions = tuple(self._sessions.values())
+        if any(session._lock._is_owned() for session in open_sessions):
+            raise Unsupported("nobody subscribes in the middle of an operation on a session")
+        self._feed.add(sink)
+        with self._lock:
+            open_sessions = tuple(self._sessions.values())
+        for session in open_sessions:  # who writes at this moment may not know yet that it is to tell
+            with session._lock:
+                pass
 
     def _wake(self, session_id: str) -> None:
         """A session is being opened; the lock for that is held."""

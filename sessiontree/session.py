@@ -402,8 +402,13 @@ class Session:
                 if self._dropped:
                     self._check_there(before, parent)
                 after, node = before._attach_alone(parent, turn, details, None, reserved, carry)
-                if feed.wanted:
-                    if self._turn(before, after):
+                if feed.wanted:  # as _turn does it
+                    batch = (news.committed(self._id, self._incarnation, node),) if "node_committed" in feed.wanted else ()
+                    new, put = batch and after is not before, feed.put
+                    if self._tree is before:  # from here to the call nothing comes in between
+                        self._tree = after
+                        if new:
+                            put(batch)
                         break
                 elif self._tree is before:
                     self._tree = after

@@ -472,6 +472,11 @@ class Journal:
         return self._log.failed
 
     @property
+    def lag(self) -> tuple[int, int]:
+        """How many changes were taken and are not known to be on disk, and about how many bytes they are."""
+        return self._log.lag
+
+    @property
     def recovered_bytes(self) -> int:
         return self._log.recovered_bytes
 
@@ -869,6 +874,11 @@ class Journal:
         above_them = np.array(parents, np.int64) - first
         topmost = dead & ((above_them < 0) | ~dead[np.clip(above_them, 0, max(len(dead) - 1, 0))])
         return (np.flatnonzero(topmost) + first).tolist()
+
+    def ids_of(self, columns: Columns, number: int, ordinals: Iterable[int]) -> list[bytes]:
+        """The ids of nodes of a session, which are there."""
+        first, places = columns.by_ordinal(columns.places(codec.NODE, number))
+        return [columns.entries[places[ordinal - first]]["id"].tobytes() for ordinal in ordinals]
 
     def _record(self, record: codec.Record, waiting: int) -> None:
         taken = self._enqueue([record], waiting)

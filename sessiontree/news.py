@@ -27,15 +27,9 @@ def changed(
 
     ``drafts``: gives those that are open. Nodes that are gone are not among it.
     """
-    count = before._count
-    if after._heads is before._heads and after._count - count == 1:  # one node: by far the commonest case
-        if "node_committed" not in wanted:
-            return ()
-        index = after._index
-        return (committed(session_id, incarnation, index.nodes[count - index.base_count]),)
     events: list[Fields] = []
     if "node_committed" in wanted:
-        nodes = after._index.nodes_from(count, after._count)
+        nodes = after._index.nodes_from(before._count, after._count)
         events += [committed(session_id, incarnation, node) for node in nodes]
     events += _moved(session_id, incarnation, before, after, wanted, drafts)
     return tuple(events)

@@ -403,11 +403,12 @@ class Session:
                     self._check_there(before, parent)
                 after, node = before._attach_alone(parent, turn, details, None, reserved, carry)
                 if feed.wanted:  # as _turn does it
-                    batch = (news.committed(self._id, self._incarnation, node),) if "node_committed" in feed.wanted else ()
-                    new, put = batch and after is not before, feed.put
+                    new = after is not before and "node_committed" in feed.wanted
+                    batch = (news.committed(self._id, self._incarnation, node),) if new else ()
+                    put = feed.put
                     if self._tree is before:  # from here to the call nothing comes in between
                         self._tree = after
-                        if new:
+                        if batch:
                             put(batch)
                         break
                 elif self._tree is before:

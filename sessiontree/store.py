@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -44,6 +45,8 @@ from sessiontree.tokens import PathCache, as_index
 from sessiontree.tree import DEFAULT_PATH_CACHE_BYTES, SessionTree, limits_of, lineage_of, new_tree
 
 __all__ = ["Session", "SessionStore"]
+
+_logger = logging.getLogger(__name__)
 
 MAX_SESSION_ID: Final = 512
 _AT_ONCE: Final = 256  # sessions that gc looks at before others can be opened
@@ -140,6 +143,11 @@ class SessionStore:
             path, store._features, store._paths, durability=durability, read_only=read_only, strict=strict
         )
         store._features.files = FeatureFolder(os.path.join(path, "blobs"), read_only=read_only)
+        _logger.info("opened %r, %s", store, "read-only" if read_only else f"durability {durability}")
+        if store.recovered_bytes:
+            _logger.warning("%r: cut %d bytes of a commit that was never finished", store, store.recovered_bytes)
+        if store.damaged:
+            _logger.error("%r: damaged in %d places; it is only read", store, len(store.damaged))
         return store
 
     def create(
@@ -359,7 +367,11 @@ class SessionStore:
             open_sessions = tuple(self._sessions.values())
         if self._idle_ttl is None:
             return ()
-        return tuple(session.id for session in open_sessions if session._expire(before, now, self._idle_ttl))
+        closed = tuple(session.id for session in open_sessions if session._expire(before, now, self._idle_ttl))
+        if closed:
+            some = ", ".join(map(repr, closed[:8]))
+            _logger.info("tick(%s) closed %d idle sessions: %s%s", now, len(closed), some, ", ..." if len(closed) > 8 else "")
+        return closed
 
     def drop(self, session_id: str) -> None:
         """Forget a session and close it. What was forked from it keeps its path; :meth:`gc` gives the rest back.
@@ -411,10 +423,12 @@ class SessionStore:
                 raise Unsupported("gc was called in the middle of gc")
             self._collects = True
             try:
-                return self._gc(recent, progress)
+                report = self._gc(recent, progress)
             finally:
                 self._collects = False
                 self._awake = set()
+        _logger.info("gc of %r: %s", self, report)
+        return report
 
     def _gc(self, recent: int | None, progress: Progress | None) -> GcReport:
         journal = self._journal
@@ -453,6 +467,10 @@ class SessionStore:
                 found = ((number, journal.unreachable(number, recent, (), columns)) for number in asleep)
                 if dead := {number: ordinals for number, ordinals in found if ordinals}:
                     journal.drop_all(dead)
+                    wanted = self._feed.wanted
+                    for number, ordinals in dead.items() if "nodes_dropped" in wanted else ():
+                        self._feed.put(news.dropped(names[number], 0, journal.ids_of(columns, number, ordinals), wanted))
+            self._feed.pass_on()
 
     def _count(self) -> int:
         return sum(len(session._tree) - 1 for session in tuple(self._sessions.values()))
@@ -527,16 +545,20 @@ class SessionStore:
     def close(self) -> None:
         """Close every session. The store takes no more calls; closing it again does nothing."""
         with self._lock:
-            self._closed = True
+            first, self._closed = not self._closed, True
             open_sessions = tuple(self._sessions.values())
         for session in open_sessions:
             session.close()
-        with self._collecting:  # gc ends as soon as it sees that
-            if self._journal is not None:
-                self._journal.close()
-            self._features.close()
-            self._paths.clear()
-        self._feed.close()
+        try:
+            with self._collecting:  # gc ends as soon as it sees that
+                if self._journal is not None:
+                    self._journal.close()
+                self._features.close()
+                self._paths.clear()
+        finally:
+            self._feed.close()
+        if first:
+            _logger.info("closed %r", self)
 
     def subscribe(
         self,
@@ -558,10 +580,10 @@ class SessionStore:
         if notify is not None and not callable(notify):
             raise TypeError(f"notify is called without arguments; a {type(notify).__name__} cannot be")
         subscription = Subscription(self._feed, checked_capacity(capacity), checked_kinds(kinds), notify)
-        self._listening(subscription)
+        self._listen(subscription)
         return subscription
 
-    def _listening(self, sink: Sink) -> None:
+    def _listen(self, sink: Sink) -> None:
         """Tell a sink what becomes visible from now on."""
         self._check_open()
         with self._lock:

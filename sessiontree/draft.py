@@ -95,7 +95,7 @@ class Draft:
     ) -> None:
         """``max_tokens``: limit of the path's length. ``commit``: attaches a planned turn and returns its node.
 
-        ``closing``: is told how it was closed, "committed" or "aborted", once it is.
+        ``closing``: shuts it, "committed" or "aborted", in the place of the draft itself.
         """
         state = parent.position_state()
         refuse_inside_item(parent, parent, "nothing can be generated there")
@@ -231,11 +231,15 @@ class Draft:
             self._close("aborted")
 
     def _close(self, how: str) -> None:
-        closing, self._closing = self._closing, None
+        if self._closing is None:
+            self._shut(how)
+        else:
+            self._closing(self, how)
+
+    def _shut(self, how: str) -> None:
         self._how_closed = how
         self._commit = _no_session  # a closed draft holds its path and nothing else
-        if closing is not None:
-            closing(self, how)
+        self._closing = None
 
     @property
     def closed(self) -> bool:

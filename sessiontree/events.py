@@ -143,6 +143,11 @@ class Feed:
         self.lost = 0
         _feeds.add(self)
 
+    @property
+    def leading(self) -> bool:
+        """Whether this thread is in the middle of telling or reading."""
+        return bool(self._lock._is_owned())
+
     def tell(self, event: Event) -> None:
         """Put one event, if anybody wants it. Whoever holds a lock calls :meth:`pass_on` when it has let go of it."""
         if event.kind in self.wanted:
@@ -166,7 +171,7 @@ class Feed:
 
     def alone(self, work: Callable[[], T]) -> T:
         """Do something while nobody passes anything on, when all is told that was put before."""
-        if self._lock._is_owned():  # a signal handler came in there
+        if self.leading:  # a signal handler came in there
             return work()
         try:
             with self._lock:
@@ -319,7 +324,7 @@ class Subscription:
         """
         if timeout is not None and not timeout >= 0:
             raise OutOfRange(f"a timeout of {timeout} seconds", value=timeout, limit=0)
-        if self._feed._lock._is_owned():
+        if self._feed.leading:
             raise Unsupported("a signal handler that comes in while its thread tells or reads events cannot wait for them")
         gate = threading.Lock()
         gate.acquire()

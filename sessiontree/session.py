@@ -294,7 +294,7 @@ class Session:
             limit = self._limits.max_tokens
             own = "" if key is None else key
             draft = Draft(
-                node, role=role, metadata=frozen, key=own, max_tokens=limit, commit=self._commit, closing=self._closed_draft
+                node, role=role, metadata=frozen, key=own, max_tokens=limit, commit=self._commit, closing=self._close_draft
             )
             if key is None:  # only now: a draft that is refused uses up no key
                 draft._key = self._own_key(node)
@@ -313,16 +313,24 @@ class Session:
         meter.committed(begun)
         return node
 
-    def _closed_draft(self, draft: Draft, how: str) -> None:
-        """Of a draft that was aborted, tell whether a branch ended by that; a commit ends none, since its head may follow."""
+    def _close_draft(self, draft: Draft, how: str) -> None:
+        """Shut a draft. If a branch ends by that it is told: by an abort, since after a commit a head may follow."""
         feed = self._feed
-        if feed.meter is not None:
-            feed.meter.closed_draft(how)
         if how == "aborted" and "branch_ended" in feed.wanted:
             with self._lock:
-                if not self._closed and (batch := news.ended(*self._named, self._tree, [draft], self._drafts)):
-                    feed.put(tuple(batch))
+                left = [draft] if not self._closed else []
+                batch = tuple(
+                    news.ended(*self._named, self._tree, left, lambda: [each for each in self._drafts() if each is not draft])
+                )
+                put = feed.put
+                if draft._how_closed is None:  # from here to the call nothing comes in between
+                    draft._how_closed = how
+                    if batch:
+                        put(batch)
             feed.pass_on()
+        draft._shut(how)
+        if feed.meter is not None:
+            feed.meter.closed_draft(how)
 
     def _own_key(self, parent: Node) -> str:
         """A key that no other generation of this session has, nor a child of ``parent``."""

@@ -588,8 +588,8 @@ class SessionStore:
         self._check_open()
         with self._lock:
             open_sessions = tuple(self._sessions.values())
-        if any(session._lock._is_owned() for session in open_sessions):
-            raise Unsupported("nobody subscribes in the middle of an operation on a session")
+        if self._feed.leading or any(session._lock._is_owned() for session in open_sessions):
+            raise Unsupported("nobody subscribes in the middle of an operation on a session, or while events are told")
         self._feed.add(sink)
         with self._lock:
             open_sessions = tuple(self._sessions.values())

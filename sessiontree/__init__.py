@@ -38,6 +38,7 @@ from sessiontree.errors import (
     UnknownSession,
     Unsupported,
 )
+from sessiontree.events import Event, Subscription
 from sessiontree.features import Features
 from sessiontree.heads import Head
 from sessiontree.media import MediaItem, media_identity
@@ -59,6 +60,7 @@ __all__ = [
     "Draft",
     "DraftClosed",
     "Edit",
+    "Event",
     "ExternalPositions",
     "Features",
     "FinishRefused",
@@ -97,6 +99,7 @@ __all__ = [
     "StoreClosed",
     "StoreFailed",
     "StoreLocked",
+    "Subscription",
     "UnknownAlias",
     "UnknownHead",
     "UnknownNode",

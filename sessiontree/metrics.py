@@ -111,6 +111,8 @@ class StoreMetrics:
         yield self._histogram("append_seconds", "Seconds that an append took, the wait for the disk included.", meter.appends)
         yield self._histogram("commit_seconds", "Seconds that the commit of a draft took, likewise.", meter.commits)
 
+    describe = collect  # so that a registry refuses names that it has
+
     def _held(self) -> Iterator[Any]:
         """What the store holds, as long as there is one."""
         store = self._store()

@@ -134,7 +134,9 @@ class Feed:
         self._inbox: deque[Batch] = deque()
         self.put = self._inbox.append
         self._lock = new_lock()
-        self._leader = 0  # the thread that passes on or reads, so that no other waits for the lock; the lock is what counts
+        # The thread that passes on or reads, for writers to leave it to that one. The lock is what counts: without a GIL, two
+        # that look at the same time may wait for each other for as long as one takes.
+        self._leader = 0
         self._sinks: tuple[ref[Any], ...] = ()
         self._closed = False
         self.due = False  # some sink may have to be woken
@@ -173,10 +175,11 @@ class Feed:
         """Do something while nobody passes anything on, when all is told that was put before."""
         if self.leading:  # a signal handler came in there
             return work()
+        me = get_ident()
         try:
             with self._lock:
                 try:
-                    self._leader = get_ident()
+                    self._leader = me
                     self._drain()
                     return work()
                 finally:

@@ -155,6 +155,18 @@ class Replica:
             assert self.heads[name] == heads
 
 
+class Tap:
+    """A sink of a test's own."""
+
+    kinds: ClassVar = KINDS
+
+    def _take(self, batch: Any) -> None: ...
+
+    def _wake(self) -> None: ...
+
+    def _end(self) -> None: ...
+
+
 # --- every kind -----------------------------------------------------------------------------------------------------------
 
 
@@ -594,6 +606,37 @@ def test_a_slow_subscriber_holds_no_more_than_its_capacity_and_holds_up_nobody()
         assert kinds_of(slow.poll()) == ["node_committed"], "it goes on behind the gap"
 
 
+def test_a_writer_waits_for_nobody_who_tells_or_reads() -> None:
+    """Another thread stands in the middle of either, with the feed's lock: the writer goes on, and what it put is told afterwards."""
+    with SessionStore.in_memory() as store:
+        heard, session = store.subscribe(), text_session(store)
+        began, go = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            began.set()
+            go.wait(20)
+
+        class Slow(Tap):
+            def _take(self, batch: Any) -> None:
+                hold()
+
+        slow = Slow()
+        for stand in (lambda: store._feed.alone(hold), lambda: (store._feed.add(slow), session.append(session.root, [1]))):
+            began.clear()
+            go.clear()
+            other = threading.Thread(target=stand)
+            other.start()
+            assert began.wait(20)
+            before = len(session.tree)
+            node = session.append(session.root, [2, before])
+            session.set_head("main", node)
+            assert len(session.tree) == before + 1 and not go.is_set(), "it is done while the other one still stands there"
+            go.set()
+            other.join(20)
+            assert not store._feed._inbox, "the other one told of it"
+        assert len(heard.poll()) == 6
+
+
 def test_lost_is_told_of_whatever_kinds_are_wanted() -> None:
     with SessionStore.in_memory() as store:
         heard = store.subscribe(capacity=1, kinds=["head_moved"])
@@ -795,16 +838,10 @@ def test_after_a_fork_each_process_has_its_own() -> None:
         feed = store._feed
         began, go = threading.Event(), threading.Event()
 
-        class Slow:
-            kinds: ClassVar = KINDS
-
+        class Slow(Tap):
             def _take(self, batch: Any) -> None:
                 began.set()
                 go.wait(20)
-
-            def _wake(self) -> None: ...
-
-            def _end(self) -> None: ...
 
         slow = Slow()
         feed.add(slow)

@@ -861,6 +861,7 @@ def test_after_a_fork_each_process_has_its_own() -> None:
         def child() -> None:
             go.set()
             session.append(node, [3])
+            assert not feed._inbox, "nobody else is here to tell of it"
             assert len(heard.poll()) == 3
             session.append(node, [4])
             assert heard.wait(0) and len(heard.poll()) == 1

@@ -134,3 +134,28 @@ def test_one_at_every_place_of_another(first: str, second: str) -> None:
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_both_at_every_pair_of_places(first: str, second: str) -> None:
     assert at_every_two_places(partial(run_of, first, second)) > 100
+
+
+@pytest.mark.parametrize("write", ["append", "set_head"])
+def test_the_first_subscriber_misses_nothing(write: str) -> None:
+    """Stopped anywhere in a write that began when nobody listened: it is seen by who looks after subscribing, or told."""
+
+    def make() -> Run:
+        store = SessionStore.in_memory()
+        session = store.create("s", scheme="text@hf5")
+        found: list[tuple[Subscription, bool]] = []
+
+        def there() -> bool:
+            return len(session.tree) == 2 if write == "append" else bool(session.heads)
+
+        def subscribe() -> None:
+            found.append((store.subscribe(), there()))
+
+        def check() -> None:
+            [(heard, seen)] = found
+            assert there() and len(heard.poll()) in ((0, 1) if seen else (1,))
+
+        first = partial(session.append, session.root, [1]) if write == "append" else partial(session.set_head, "a", session.root)
+        return Run(first, subscribe, check)
+
+    assert at_every_place(make) > 50

@@ -256,6 +256,34 @@ def test_a_dropped_session_is_closed_and_its_root_forgotten() -> None:
             assert kinds_of(heard.poll()) == ["session_opened", "node_committed", "session_closed", "nodes_dropped"]
 
 
+def test_of_nodes_that_are_dropped_together_the_topmost_are_told_of() -> None:
+    for store in (SessionStore.in_memory(), open_on(Disk())):
+        with store, store.subscribe(kinds=["nodes_dropped"]) as heard:
+            session = text_session(store)
+            one, two = (session.append(session.root, [number]) for number in range(2))
+            below = session.append(session.append(one, [5]), [6])
+            session.drop(below, two, one, two)
+            assert {event.node_id for event in heard.poll()} == {one.id, two.id}
+            assert len(session.tree) == 1
+
+
+def test_what_is_told_of_is_there() -> None:
+    """Whoever is told of a session or a node finds it."""
+    found: list[object] = []
+    with SessionStore.in_memory() as store:
+
+        def look() -> None:
+            for event in heard.poll():
+                session = store.get(event.session_id)
+                found.append(session.node(event.node_id) if event.node_id else session)
+
+        heard = store.subscribe(notify=look, kinds=["session_opened", "node_committed", "head_moved"])
+        session = text_session(store)
+        node = session.append(session.root, [1])
+        session.set_head("main", node)
+        assert found == [session.root, node, node]
+
+
 def test_closing_is_told_of_once() -> None:
     with SessionStore.in_memory() as store, store.subscribe(kinds=["session_closed"]) as heard:
         session = text_session(store)

@@ -48,7 +48,7 @@ from sessiontree.prefixes import PrefixMatch
 from sessiontree.query import Diff, Problem
 from sessiontree.record import Fork, Recorded
 from sessiontree.replay import ReplayStep, replay
-from sessiontree.store import Session, SessionStore, Usage
+from sessiontree.store import Evicted, Session, SessionStore, Usage
 from sessiontree.tokens import Position
 from sessiontree.tree import SessionTree
 
@@ -61,6 +61,7 @@ __all__ = [
     "DraftClosed",
     "Edit",
     "Event",
+    "Evicted",
     "ExternalPositions",
     "Features",
     "FinishRefused",

@@ -475,7 +475,7 @@ def open_bundle(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> 
     """
     contents = open_contents(_SYSTEM, os.path.abspath(path), max_bytes)
     bundle, file = Bundle(), contents.file
-    bundle._journal = Journal(file, contents.path, bundle._features, bundle._paths)
+    bundle._journal = Journal(file, contents.path, bundle._features, bundle._paths, bundle._nodes)
     bundle._features.files = BundledFeatures(contents)
     bundle.path, bundle.nodes, bundle.media = contents.path, contents.nodes, len(contents.features)
     bundle.size, bundle.compressed = file.size, file.compressed

@@ -22,7 +22,7 @@ import math
 import re
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import sha256
 from struct import Struct
 from struct import error as StructError
@@ -188,6 +188,7 @@ _KEPT: Final = 2**20  # bytes; a packer that has grown larger is let go
 _FEW: Final = 128  # entries of an array that need not be counted first: nested as deep as msgpack goes, these are 1 MiB
 
 
+@lru_cache(64)  # it is asked for by a record and again by its entry
 def key_digest(key: str | None) -> int:
     """What an entry says of a key: the first 8 bytes of its sha256, little-endian; 0 without one, and never for one."""
     return 0 if key is None else int.from_bytes(sha256(key.encode()).digest()[:8], "little") or 1
@@ -196,6 +197,9 @@ def key_digest(key: str | None) -> int:
 def name_digest(name: str) -> bytes:
     """The id in the entries of a session, by its id, and of a head, by its name: sha256."""
     return sha256(name.encode()).digest()
+
+
+_digest_of_head = lru_cache(256)(name_digest)  # heads of many sessions have the same few names
 
 
 def name_in(data: bytes, digest: bytes) -> str | None:
@@ -230,7 +234,7 @@ def encode(record: Record) -> bytes:
         return _record(SESSION, record.session, 0, 0, name_digest(record.session_id), 0, record[1:])
     if isinstance(record, HeadRecord):
         at = NONE if record.ordinal is None else record.ordinal if record.ordinal < NONE else -1
-        return _record(HEAD, record.session, at, 0, name_digest(record.name), 0, (record.name, record.version))
+        return _record(HEAD, record.session, at, 0, _digest_of_head(record.name), 0, (record.name, record.version))
     if isinstance(record, OpenedRecord):
         return _record(OPENED, record.session, 0, 0, bytes(ID_BYTES), 0, (record.incarnation,))
     if isinstance(record, AliasRecord):

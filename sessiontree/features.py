@@ -374,6 +374,26 @@ class FeatureStore:
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise NeedsMedia(f"no features are held of {some}{more}", items=tuple(missing.values()))
 
+    def release(self, nbytes: int) -> int:
+        """Keep no longer what was not used for longest, until so many bytes are free or others hold all the rest: how many are.
+
+        Only where there are files, from which they come back.
+        """
+        if self.files is None:
+            return 0
+        with self._lock:
+            self._settle()
+            released, freed = [], 0
+            for content in list(self._kept):
+                if freed >= nbytes:
+                    break
+                entry = self._entries.get(content)
+                if entry is not None and _references(self._kept, content) <= _ALONE:
+                    freed += entry.nbytes
+                    released.append(self._kept.pop(content, None))
+        del released  # without the lock: whatever is told of their end runs then
+        return freed
+
     def drop(self, item: MediaItem) -> None:
         """Keep the features of ``item`` no longer, if there are any."""
         content = _content(item)

@@ -103,12 +103,23 @@ def frozen_array(values: ArrayLike) -> NDArray[Any]:
 
 
 class _Memory:
-    """Lets NumPy write to memory that belongs to ``owner``."""
+    """Lets NumPy write to memory that belongs to ``owner``, once."""
+
+    __slots__ = ("__array_interface__", "owner")
 
     def __init__(self, owner: bytes) -> None:
-        of_owner = np.frombuffer(owner, np.uint8).__array_interface__
-        self.__array_interface__ = of_owner | {"data": (of_owner["data"][0], False)}
+        place = id(owner) + _HEADER_BYTES
+        self.__array_interface__ = {"shape": (len(owner),), "typestr": "|u1", "version": 3, "data": (place, False)}
         self.owner = owner
+
+    def array(self) -> NDArray[np.uint8]:
+        memory = np.asarray(self)
+        del self.__array_interface__  # which takes more than all the rest
+        return memory
+
+
+_SAMPLE: Final = bytes(64)
+_HEADER_BYTES: Final[int] = np.frombuffer(_SAMPLE, np.uint8).ctypes.data - id(_SAMPLE)  # of a bytes object, before its bytes
 
 
 def writable_bytes(size: int) -> tuple[bytes, memoryview]:
@@ -117,7 +128,7 @@ def writable_bytes(size: int) -> tuple[bytes, memoryview]:
     Views of it go out. Over a bytearray, or a memoryview of one, ``.base`` would lead to something that can be written to.
     """
     buffer = bytes(size)
-    memory: Any = np.asarray(_Memory(buffer))
+    memory: Any = _Memory(buffer).array()
     return buffer, memoryview(memory)
 
 

@@ -8,14 +8,17 @@ readers need none, since they never look beyond their count. Nothing is ever tak
 from __future__ import annotations
 
 import weakref
-from array import array
 from collections.abc import Iterator
+from sys import getsizeof
 from threading import get_ident
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sessiontree.locks import new_lock
+from sessiontree.memory import Ledger
 from sessiontree.node import Node
 from sessiontree.prefixes import Busy, History, PrefixIndex, PrefixMatch
+
+_INT: Final = getsizeof(2**20)
 
 
 class Limits(NamedTuple):
@@ -43,6 +46,7 @@ class NodeIndex:
         "_children_seen",
         "_first_child",
         "_last_child",
+        "_ledger",
         "_linking",
         "_linking_lock",
         "_next_sibling",
@@ -92,10 +96,11 @@ class NodeIndex:
         self._linking = 0  # the thread in which that is going on; a forked child has but one
         self._first_child: dict[bytes, int] = {}
         self._last_child: dict[bytes, int] = {}
-        self._next_sibling = array("q")
+        self._next_sibling: list[int] = []  # none: -1
         self._prefixes: PrefixIndex | None = None
         self._adding_lock = new_lock()  # the same for prefixes
         self._adding = 0
+        self._ledger: Ledger | None = None  # none until somebody asks
 
     @property
     def count(self) -> int:
@@ -108,6 +113,11 @@ class NodeIndex:
         while index.base is not None:
             index = index.base
         return index
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether it lies over the path of a session whose own index is gone."""
+        return self._tip_source is not None and self._tip_source() is None
 
     @property
     def missing(self) -> int:
@@ -126,6 +136,18 @@ class NodeIndex:
         key = node.key
         if key is not None and node.parent is not None:
             self.by_key[node.parent.id + key.encode()] = ordinal
+
+    def held_bytes(self) -> int:
+        """Bytes of its own nodes, their tokens, and what finds them; those of other layers, and of a fork's path, are not."""
+        ledger = self._ledger
+        if ledger is None:
+            with self._linking_lock:
+                ledger = self._ledger = self._ledger or Ledger()
+        tables = (self.nodes, self.by_id, self.by_key, self._first_child, self._last_child, self._next_sibling, self._tip_ids)
+        ordinals = _INT * (len(self._first_child) + len(self._last_child))
+        known = self._prefixes
+        prefixes = 0 if known is None else known.held_bytes()
+        return ledger.held(self.nodes, self.base_count) + sum(map(getsizeof, tables)) + ordinals + prefixes
 
     def find(self, node_id: bytes, count: int) -> Node | None:
         """The node of this id among the first ``count``."""

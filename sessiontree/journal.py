@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from struct import Struct
+from sys import getsizeof
 from typing import Any, Final, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -32,6 +33,7 @@ from sessiontree.errors import CorruptTree, IncompatibleStore, SessionTreeError,
 from sessiontree.features import FeatureStore
 from sessiontree.index import NodeIndex
 from sessiontree.locks import new_lock
+from sessiontree.memory import HeldNodes
 from sessiontree.node import Lineage, Namespace, Node, make_root
 from sessiontree.positions import PositionScheme, scheme
 from sessiontree.stored import Stored, StoredHead, StoredIndex
@@ -40,7 +42,7 @@ from sessiontree.tokens import TOKEN_BYTES, Extent, PathCache
 from sessiontree.tree import SessionTree, stored_tree
 from sessiontree.turns import Turn
 
-__all__ = ["Durability", "Journal", "Overtaken", "SessionNodes", "WriteLost"]
+__all__ = ["Durability", "Journal", "Overtaken", "SessionNodes", "Wait", "WriteLost", "waits_handed_over"]
 
 R = TypeVar("R", codec.SessionRecord, codec.HeadRecord, codec.DropRecord)
 
@@ -155,6 +157,19 @@ class Columns:
         """The first eight bytes of each id."""
         ids = np.ascontiguousarray(self.entries["id"][places])
         return ids.view(np.uint64).reshape(len(places), 4)[:, 0]
+
+    @cached_property
+    def _sessions_by_name(self) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        places = self.places(codec.SESSION)
+        names = self.ids(places)
+        order = np.argsort(names, kind="stable")
+        return names[order], places[order]
+
+    def sessions_named(self, identity: bytes) -> list[int]:
+        """Where sessions of this name's digest are, in order."""
+        names, places = self._sessions_by_name
+        wanted = np.frombuffer(identity, np.uint64)[0]
+        return self.named(places[names.searchsorted(wanted, "left") : names.searchsorted(wanted, "right")], identity)
 
     def named(self, places: NDArray[np.int64], identity: bytes) -> list[int]:
         """Those that have this id."""
@@ -376,6 +391,30 @@ def _scattered(rows: NDArray[Any]) -> bool:
     return bool(np.count_nonzero(np.diff(stretches, prepend=-1)) * _FEW > len(rows))
 
 
+Wait = Callable[[], None]  # until a change is durable; raises StoreFailed where it never will be
+
+
+class _Thread(threading.local):
+    handed: list[Wait] | None = None  # the waits that it does not do itself
+
+
+_thread: Final = _Thread()
+
+
+@contextmanager
+def waits_handed_over() -> Iterator[list[Wait]]:
+    """What this thread would wait for meanwhile until a change of a tree is durable: called later, on any thread, in this order.
+
+    What made the change returns before anybody sees it, and its caller is to tell nobody until the wait has returned.
+    """
+    before = _thread.handed
+    handed = _thread.handed = list[Wait]()
+    try:
+        yield handed
+    finally:
+        _thread.handed = before
+
+
 class Journal:
     """The sessions of one log. Any thread may call it; it is told what a session did by whoever holds that session's lock.
 
@@ -383,7 +422,9 @@ class Journal:
     after them. ``strict``: whether one damaged session record is an error to whoever lists the sessions.
     """
 
-    def __init__(self, log: Log, path: str, features: FeatureStore, paths: PathCache, *, strict: bool = True) -> None:
+    def __init__(
+        self, log: Log, path: str, features: FeatureStore, paths: PathCache, held: HeldNodes, *, strict: bool = True
+    ) -> None:
         self.path = path
         self._strict = strict
         self.follows = log.read_only
@@ -392,10 +433,11 @@ class Journal:
         self._log = log
         self._features = features
         self._paths = paths
+        self._held = held
         self._lock = new_lock()
         self._dropping = new_lock()
         self.drops = 0  # so far, and perhaps some that failed
-        self._underway: deque[tuple[int, tuple[bytes, ...]]] = deque()  # ids of nodes that may not be durable, by what to wait for
+        self._underway: list[tuple[int, tuple[bytes, ...]]] = []  # ids of nodes that may not be durable, by what to wait for
         self._ids: dict[str, int] = {}  # numbers of sessions that were found or made, by id
         self._listed: dict[int, str | None] = {}  # ids of the sessions that the log was seen to hold; None: it is damaged
         self._indexes: WeakValueDictionary[tuple[int, bool], StoredIndex] = WeakValueDictionary()  # the newest
@@ -425,6 +467,7 @@ class Journal:
         path: str | os.PathLike[str],
         features: FeatureStore,
         paths: PathCache,
+        held: HeldNodes,
         *,
         durability: Durability,
         read_only: bool,
@@ -433,7 +476,7 @@ class Journal:
         """The journal in a directory. Raises StoreLocked, IncompatibleStore, CorruptTree."""
         log = SegmentLog.open(path, read_only=read_only, durability=durability, strict=strict, entry_of=prefix_of)
         try:
-            return cls(log, os.fspath(path), features, paths, strict=strict)
+            return cls(log, os.fspath(path), features, paths, held, strict=strict)
         except BaseException:
             log.close()
             raise
@@ -463,7 +506,7 @@ class Journal:
         columns = self._columns
         of_sessions = np.isin(columns.kinds, (codec.NODE, codec.HEAD))
         lost = np.setdiff1d(columns.sessions[of_sessions], columns.sessions[columns.places(codec.SESSION)])
-        damaged = [number for number, session_id in tuple(self._listed.items()) if session_id is None]
+        damaged = [number for number, session_id in list(self._listed.items()) if session_id is None]
         return tuple(sorted({*lost.tolist(), *damaged}))
 
     @property
@@ -484,12 +527,29 @@ class Journal:
         """Whether what :meth:`changed` gave a number for is on disk; None while that is not known."""
         return self._log.is_durable(number)
 
-    def wait(self, number: int) -> None:
-        """Until it is on disk. Raises StoreFailed where it never will be, naming the nodes."""
+    def wait(self, number: int, then: Callable[[], None]) -> None:
+        """Until it is on disk, and do ``then``, whether it is or not; or hand that over (:func:`waits_handed_over`).
+
+        Raises StoreFailed where it never will be, naming the nodes.
+        """
+        if _thread.handed is None:
+            self._wait(number, then)
+        else:
+            _thread.handed.append(partial(self._wait, number, then))
+
+    def _wait(self, number: int, then: Callable[[], None]) -> None:
         try:
             self._log.wait(number)
         except StoreFailed as error:
             raise self._naming(error) from error.__cause__
+        finally:
+            then()
+
+    def settles(self, number: int) -> bool:
+        """Wait until it is known whether it is on disk: whether it is."""
+        with suppress(StoreFailed):
+            self._log.wait(number)
+        return bool(self._log.is_durable(number))
 
     def relieve(self) -> None:
         """Where changes come faster than the disk takes them, wait for it."""
@@ -505,7 +565,7 @@ class Journal:
     def _naming(self, error: StoreFailed) -> StoreFailed:
         """The same error with the nodes that it is about."""
         numbers = getattr(error, "numbers", ())
-        lost = [node for number, nodes in tuple(self._underway) if number in numbers for node in nodes]
+        lost = [node for number, nodes in self._underway.copy() if number in numbers for node in nodes]
         some = ", ".join(node[:4].hex() for node in lost[:8])
         named = f"; nodes {some}{f' and {len(lost) - 8} more' if len(lost) > 8 else ''}" if lost else ""
         return type(error)(f"{error}{named}", numbers=numbers, nodes=tuple(lost))
@@ -515,9 +575,9 @@ class Journal:
         underway.append((number, nodes))
         if not number % _REMEMBERED:
             durable = self._log.durable
-            with suppress(IndexError):  # somebody else was quicker
-                while underway[0][0] <= durable:
-                    underway.popleft()
+            with self._lock:
+                known = next((at for at, (waiting, _) in enumerate(underway) if waiting > durable), len(underway))
+                del underway[:known]
         return number
 
     def close(self) -> None:
@@ -615,13 +675,25 @@ class Journal:
             number = None
         if number is None or self._is_gone(columns, number):
             number = None
-            for place in columns.named(columns.places(codec.SESSION), codec.name_digest(session_id)):
+            for place in columns.sessions_named(codec.name_digest(session_id)):
                 if not self._is_gone(columns, int(columns.sessions[place])):
-                    number = self._ids[session_id] = int(columns.sessions[place])
+                    number = int(columns.sessions[place])
+                    with self._lock:
+                        self._ids[session_id] = number
         return number
 
     def _is_gone(self, columns: Columns, number: int) -> bool:
         return number in columns.dropped_sessions or number in self._gone
+
+    def forget_numbers(self) -> None:
+        """Where many sessions are known by their ids, find those that are there to be found by the log alone from now on."""
+        if len(self._ids) <= _BATCH:
+            return
+        columns = self.columns()
+        with self._lock:
+            numbers = np.fromiter(self._ids.values(), np.uint32, len(self._ids))
+            new = ~np.isin(numbers, columns.sessions[columns.places(codec.SESSION)])
+            self._ids = dict(itertools.compress(self._ids.items(), new))
 
     def session_ids(self) -> dict[int, str]:
         """By their numbers, in the order they were created.
@@ -643,10 +715,18 @@ class Journal:
                     listed[number] = None
             if (session_id := listed[number]) is not None:
                 found[number] = session_id
-        for session_id, number in () if self.follows else tuple(self._ids.items()):
+        for session_id, number in () if self.follows else list(self._ids.items()):
             if listed.get(number, "") is not None and not self._is_gone(columns, number):
                 found[number] = session_id
         return {number: found[number] for number in sorted(found)}
+
+    def session_id(self, number: int) -> str:
+        """The id of a stored session. Raises CorruptTree."""
+        columns = self.columns()
+        places = columns.places(codec.SESSION, number)
+        if not len(places):
+            raise CorruptTree(f"of session {number} no sound record is left", session=number)
+        return self._session(columns, places[0]).session_id
 
     def tip_of(self, number: int) -> tuple[int, int] | None:
         """Of a stored fork: the number of the session it was made from, and the ordinal of the node it was made at."""
@@ -659,6 +739,10 @@ class Journal:
         if not self.read_only:
             with suppress(StoreFailed):  # what is there can be read after a failure too
                 self._log.flush()  # or what a closed session wrote a moment ago might not be there
+        return self.stored(number)
+
+    def stored(self, number: int) -> tuple[SessionTree, dict[bytes, int]]:
+        """The same of what is on disk."""
         columns = self.columns()
         index = self._index(columns, number)
         top = NodeIndex(index.root, index.limits, base=index, base_count=index.count)
@@ -723,7 +807,11 @@ class Journal:
         if root.id != record.root_id:
             raise CorruptTree(f"session {record.session_id!r} has root {record.root_id[:4].hex()}, not {root.id[:4].hex()}")
         index = StoredIndex(
-            root, record.limits, self._nodes(columns, first, record.session, f"session {record.session_id!r}", drops), tip=tip
+            root,
+            record.limits,
+            self._nodes(columns, first, record.session, f"session {record.session_id!r}", drops),
+            self._held,
+            tip=tip,
         )
         index.told = self._told(columns, *key)
         with self._lock:
@@ -805,7 +893,8 @@ class Journal:
             waiting = self._log.enqueue(records)
         if self.waits:
             self._log.wait(waiting)
-        self._ids[session_id] = number
+        with self._lock:
+            self._ids[session_id] = number
         return number, incarnation
 
     def pin(self, number: int, ordinal: int, node_id: bytes, pinned: bool, waiting: int) -> None:
@@ -855,7 +944,8 @@ class Journal:
             self._gone -= gone
             raise
         if gone:
-            self._ids = {session_id: number for session_id, number in tuple(self._ids.items()) if number not in gone}
+            with self._lock:
+                self._ids = {session_id: number for session_id, number in self._ids.items() if number not in gone}
 
     def unreachable(self, number: int, recent: int, held: Iterable[int], columns: Columns | None = None) -> list[int]:
         """Ordinals of the nodes of a session that nothing leads to: no head, no pin, nothing ``held``, none of the last ``recent``.
@@ -929,6 +1019,15 @@ class Journal:
         records = (codec.decode(self._log.read(columns.entries[place])) for place in columns.places(codec.ALIAS))
         return {(each.namespace, each.alias): each.identity for each in records if isinstance(each, codec.AliasRecord)}
 
+    def index_bytes(self) -> int:
+        """Bytes of what finds records and sessions."""
+        columns = self._columns
+        entries = self._log.entries()
+        rows = entries if entries.base is None else entries.base  # with the room behind them
+        own = [rows, columns.kinds, columns.sessions, columns.ordinals, columns.parents, columns.others()]
+        own += columns.__dict__.get("_sessions_by_name", ())
+        return sum(each.nbytes for each in own) + getsizeof(self._ids)
+
     def check_writable(self) -> None:
         """Raises Unsupported where it is only read, CorruptTree where damage was found."""
         if self.read_only:
@@ -960,16 +1059,25 @@ class Journal:
             raise
 
     def _changed(self, number: int, before: SessionTree, after: SessionTree, waiting: int, told: Sequence[object]) -> int:
-        records = self._node_records(number, after, before._count)
+        records = self._node_records(number, after, before._count) if after._count > before._count else []
         nodes = tuple(codec.entry_of(record).id for record in records)
-        for name, head in after._heads.items():
-            if before._heads.get(name) is not head:
-                at = after._index.find_ordinal(head.node, after._count)
-                records.append(codec.encode(codec.HeadRecord(number, name, at, head.version)))
-        for name in before._heads:
-            if name not in after._heads:
-                records.append(codec.encode(codec.HeadRecord(number, name, None, after._moves)))
+        if after._heads is not before._heads:
+            records += map(codec.encode, self._head_records(number, before, after))
         return self._remember(self._log.enqueue(_with_prefixes(records), waiting, told, before), nodes)
+
+    def _head_records(self, number: int, before: SessionTree, after: SessionTree) -> list[codec.HeadRecord]:
+        """What to record of the heads that were moved or dropped."""
+        records, stay = [], 0
+        for name, head in after._heads.items():
+            was = before._heads.get(name)
+            stay += was is not None
+            if was is not head:
+                at = after._index.find_ordinal(head.node, after._count)
+                records.append(codec.HeadRecord(number, name, at, head.version))
+        if stay < len(before._heads):
+            dropped = (name for name in before._heads if name not in after._heads)
+            records += [codec.HeadRecord(number, name, None, after._moves) for name in dropped]
+        return records
 
     def _node_records(self, number: int, tree: SessionTree, first: int) -> list[bytes]:
         """Records of the nodes of a tree from ordinal ``first`` on."""

@@ -110,8 +110,8 @@ class Node(Sealed):
         "_details",
         "_extent",
         "_lineage",
+        "_media_above",
         "_up",
-        "_with_media",
         "id",
         "key",
         "media",
@@ -140,7 +140,7 @@ class Node(Sealed):
     _lineage: Lineage
     _extent: Extent
     _up: Up
-    _with_media: Node | None  # the nearest node on the path, itself included, that has media
+    _media_above: Node | None  # the nearest node above it that has media; never itself, or only the collector could free it
 
     __init_subclass__ = no_subclasses
 
@@ -332,7 +332,7 @@ _set_details = _SET["_details"]
 _set_lineage = _SET["_lineage"]
 _set_extent = _SET["_extent"]
 _set_up = _SET["_up"]
-_set_with_media = _SET["_with_media"]
+_set_media_above = _SET["_media_above"]
 
 
 def make_root(lineage: Lineage, extent: Extent) -> Node:
@@ -357,7 +357,7 @@ def make_root(lineage: Lineage, extent: Extent) -> Node:
         "_lineage": lineage,
         "_extent": extent,
         "_up": Up(None, None, None, 0, identity, None),
-        "_with_media": None,
+        "_media_above": None,
     }
     for name, value in fields.items():
         _SET[name](node, value)
@@ -405,7 +405,7 @@ def make_child(
     _set_lineage(node, parent._lineage)
     _set_extent(node, extent)
     _set_up(node, _up((parent, above, jump, depth, identity, None if depth % PATH_BLOCK else _block_above(parent))))
-    _set_with_media(node, node if media else parent._with_media)
+    _set_media_above(node, parent if parent.media else parent._media_above)
     return node
 
 
@@ -541,16 +541,21 @@ def position_pieces(node: Node, start: int, stop: int, mode: Mode) -> list[Piece
     return pieces
 
 
+def last_with_media(node: Node) -> Node | None:
+    """The nearest node of its path, itself included, that has media."""
+    return node if node.media else node._media_above
+
+
 def clipped_spans(node: Node, start: int, stop: int) -> list[tuple[MediaItem, int, int, int]]:
     """(item, start, stop, first placeholder) for each span that meets path tokens ``[start, stop)``, clipped to them.
 
     ``first placeholder``: which of the whole item's placeholders, from 0, stands at the clipped start.
     """
     found: list[tuple[MediaItem, int, int, int]] = []
-    at = deepest_from(node, stop - 1)._with_media if start < stop else None
+    at = last_with_media(deepest_from(node, stop - 1)) if start < stop else None
     while at is not None and at.stop > start:
         found += reversed(own_spans(at.media, at.start, start, stop))
-        at = _parent(at)._with_media
+        at = at._media_above
     found.reverse()
     return found
 
@@ -571,13 +576,13 @@ def own_spans(media: tuple[MediaItem, ...], at: int, start: int, stop: int) -> l
 
 def open_item(node: Node, block: OpenBlock) -> tuple[MediaItem, int, int]:
     """(item, start, stop) of the last part of an item that a path holds only so far; the walk ends there."""
-    at = node._with_media
+    at = last_with_media(node)
     while at is not None:
         for item in at.media:
             if item.unfinished and item.content() == block.content:
                 offset, length = item.spans[-1]
                 return item, at.start + offset, at.start + offset + length
-        at = _parent(at)._with_media
+        at = at._media_above
     raise LookupError(block)
 
 

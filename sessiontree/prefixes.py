@@ -20,6 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from hashlib import sha256
 from struct import Struct
+from sys import getsizeof
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -43,6 +44,9 @@ _MOST_BETWEEN: Final = 512
 _FIRST_LOOK: Final = 256  # tokens
 _LONGEST_LOOK: Final = 2**16  # tokens
 _ENDLESS: Final = 2**63
+_LINE_BYTES: Final = 720  # measured: of a line with its lists and what finds it
+_END_BYTES: Final = 160  # of a node's place: how far it brought its line, and where it ends
+_BLOCK_BYTES: Final = 160
 
 
 class Busy(Exception):
@@ -275,6 +279,12 @@ class PrefixIndex:
             self._ends[line.number] = ends, between
         if len(between) > _MOST_BETWEEN:
             self._ends[line.number] = sorted(ends + between), []
+
+    def held_bytes(self) -> int:
+        """What it takes beside the nodes, about: its tables, and for each line and each end what they hold of it."""
+        tables = (self.nodes, self._branches, self._first_branches, self._ends, self._places, self._blocks)
+        lines = self._next_line - self._first_line + 1
+        return sum(map(getsizeof, tables)) + lines * _LINE_BYTES + len(self._places) * _END_BYTES + len(self._blocks) * _BLOCK_BYTES
 
     def search(self, history: History, count: int) -> tuple[PrefixMatch, Node | None]:
         """How far ``history``, from the root on, is known among the first ``count`` nodes.

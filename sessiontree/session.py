@@ -8,6 +8,9 @@ always works; only heads are contested, and they move by compare-and-set. There 
 On disk, a session tells the store's :class:`~sessiontree.journal.Journal` what it did, in the order it did it, before it lets go of
 its lock; it waits for the disk, if it has to, after that. Where it has to, readers see a change only when it is durable, and one
 that the disk refuses was never there.
+
+No step here counts on threads taking turns in the interpreter: what is locked by what, in which order, and why what is done
+without a lock is one step on a free-threaded build too, stands in docs/concurrency.md.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from sys import getsizeof
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
-from weakref import WeakSet
+from typing import Any, Final, Protocol, TypeVar
+from weakref import WeakSet, ref
 
 from numpy.typing import ArrayLike
 from pyrsistent import PMap
@@ -31,19 +36,23 @@ from sessiontree.edits import Content, Edit, Plan, plan_linear, plan_prefix, pla
 from sessiontree.errors import (
     SessionTreeError,
     StaleSession,
+    UnknownNode,
     Unsupported,
 )
 from sessiontree.events import Batch, Feed
 from sessiontree.frozen import checked_text, freeze_metadata
 from sessiontree.heads import Head, HeadNodes
+from sessiontree.index import NodeIndex
 from sessiontree.journal import Journal, Overtaken, WriteLost
 from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
+from sessiontree.memory import HeldNodes
 from sessiontree.node import Namespace, Node
 from sessiontree.positions import ExternalPositions, PositionScheme
 from sessiontree.prefixes import PrefixMatch
 from sessiontree.query import Diff, Order, Problem
 from sessiontree.record import Recorded, plan_record, with_key
+from sessiontree.stored import StoredIndex
 from sessiontree.tokens import TokenIds, in_range, token_array, token_bytes
 from sessiontree.tree import UNSET, SessionTree
 from sessiontree.turns import Turn, plan_turn
@@ -53,12 +62,20 @@ __all__ = ["Session"]
 T = TypeVar("T")
 Tell = Callable[[str, int, SessionTree, SessionTree, frozenset[str], news.Drafts], Batch]
 
+#: What a session takes beside its nodes and what finds them: measured, as everything that is made with one.
+SESSION_BYTES: Final = 4_800
+_HEADS_BYTES: Final = 1_500  # the map of its heads, and each of them
+_HEAD_BYTES: Final = 250
+
 
 class Home(Protocol):
     """What a session needs of the store that it is in."""
 
     _journal: Journal | None
     _feed: Feed
+    _fresh: dict[str, Session]  # those that were used since anybody looked
+    _uses: Iterator[int]  # numbers of uses
+    _nodes: HeldNodes
 
     def flush(self) -> None: ...
 
@@ -79,8 +96,10 @@ class Session:
         "_dropped",
         "_feed",
         "_generations",
+        "_held",
         "_id",
         "_incarnation",
+        "_kept",
         "_last_used",
         "_limits",
         "_lock",
@@ -91,7 +110,7 @@ class Session:
         "_told",
         "_tree",
         "_unsettled",
-        "_used",
+        "_use",
         "_waiting",
         "_written",
     )
@@ -110,13 +129,15 @@ class Session:
         self._feed = store._feed
         self._lock = new_lock()
         self._closed = False
-        self._generations = itertools.count(1)
+        self._generations = 0  # how many keys it has made
         self._open_drafts: WeakSet[Draft] = WeakSet()
         self._pins: dict[bytes, int] = {}  # ids of the pinned nodes
         self._dropped = False  # whether nodes ever were, so that one that was found before may be gone
         self._doubtful = False  # whether something may have been recorded that is not seen here
-        self._used = True  # since the last tick
-        self._last_used = -math.inf  # the time when it was
+        self._kept: tuple[Node, ...] = ()  # what pins hold, of a session whose other nodes went to disk
+        self._held = 0  # bytes that were counted for it when the store looked last
+        self._last_used = -math.inf  # the time when it was, as told by then
+        self._use = 0  # the number of its last use
 
     # Reading
 
@@ -226,7 +247,12 @@ class Session:
         return self._tree.search(predicate, node, order)
 
     def longest_prefix(self, token_ids: TokenIds, media: Iterable[MediaItem] = ()) -> PrefixMatch:
-        """How far a whole history is known, as a stateless client resends it. See :meth:`SessionTree.longest_prefix`."""
+        """How far a whole history is known, as a stateless client resends it. See :meth:`SessionTree.longest_prefix`.
+
+        That is use of the session, as writing to it is.
+        """
+        if not self._closed:
+            self._touch()
         return self._tree.longest_prefix(token_ids, media)
 
     def validate(self, path: Node | bytes | Sequence[Node], *, allow_extend_truncated: bool = False) -> tuple[Problem, ...]:
@@ -334,8 +360,10 @@ class Session:
 
     def _own_key(self, parent: Node) -> str:
         """A key that no other generation of this session has, nor a child of ``parent``."""
-        while True:  # counted in one step: nothing that comes in between gets the same
-            own = f"{self.id}/{self.incarnation}/{next(self._generations)}"
+        while True:
+            number = self._generations + 1
+            self._generations = number  # no call since it was read: nothing that comes in between gets the same
+            own = f"{self.id}/{self.incarnation}/{number}"
             if not self._tree._has_key(parent, own):
                 return own
 
@@ -364,35 +392,31 @@ class Session:
         """
         finish_reason = checked_finish_reason(finish_reason)
         prompt, completion = (token_bytes(ids, self.max_tokens) for ids in (prompt_token_ids, completion_token_ids))
-        items, tree = tuple(media), self._tree
-        match, beyond = tree._find_prefix(prompt, items)
-        plan, reused, fork = plan_record(
-            match,
-            beyond,
-            prompt,
-            completion,
-            items,
-            role=checked_text(role, "role"),
-            completion_role=completion_role,
-            key=key,
-            prompt_details=Details(freeze_metadata(prompt_metadata)),
-            details=Details(freeze_metadata(metadata), finish_reason, "keep"),
-        )
+        items = tuple(media)
+        roles = {"role": checked_text(role, "role"), "completion_role": completion_role}
+        prompt_details = Details(freeze_metadata(prompt_metadata))
+        details = Details(freeze_metadata(metadata), finish_reason, "keep")
+        while True:
+            match, beyond = self._tree._find_prefix(prompt, items)
+            plan, reused, fork = plan_record(
+                match, beyond, prompt, completion, items, key=key, prompt_details=prompt_details, details=details, **roles
+            )
+            with suppress(UnknownNode):  # what it goes on from was dropped meanwhile
+                made = self._swap(partial(self._attach_generation, plan, own_key=key is None))
+                assert made.parent is not None
+                return Recorded(made.parent, made, reused, fork)
 
-        def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
-            self._check_there(tree, plan.parent)
-            tree._check_limit(plan.stop, 0)
-            # Only now: a generation that is refused uses up no key.
-            return tree._attach_all(plan if key is not None else with_key(plan, self._own_key(plan.parent)), reserved=0)
-
-        made = self._swap(attach)
-        assert made.parent is not None
-        return Recorded(made.parent, made, reused, fork)
+    def _attach_generation(self, plan: Plan, tree: SessionTree, *, own_key: bool) -> tuple[SessionTree, Node]:
+        self._check_there(tree, plan.parent)
+        tree._check_limit(plan.stop, 0)
+        # Only now: a generation that is refused uses up no key.
+        return tree._attach_all(with_key(plan, self._own_key(plan.parent)) if own_key else plan, reserved=0)
 
     def _attach(self, parent: Node, turn: Turn, details: Details, reserved: int = 0) -> Node:
         # As _swap, without its calls: this is what every append and commit goes through.
         carry = True
-        journal = self._store._journal
+        store = self._store
+        journal = store._journal
         if journal is not None:
 
             def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
@@ -421,10 +445,11 @@ class Session:
                         break
                 elif self._tree is before:
                     self._tree = after
-                    self._used = True
+                    self._use = next(store._uses)
+                    store._fresh[self._id] = self
                     return node
                 carry = False  # what comes in between may come in again: be quick
-            self._used = True
+            self._touch()
         feed.pass_on()
         return node
 
@@ -448,7 +473,7 @@ class Session:
                 before = self._tree
                 after, result = operation(before)
                 if self._turn(before, after):
-                    self._used = True
+                    self._touch()
                     break
         self._feed.pass_on()
         return result
@@ -489,6 +514,7 @@ class Session:
         """The same on disk: where changes are to be durable before anybody sees them, others may write behind this meanwhile."""
         if journal.waits:
             check_may_wait(journal)
+        refused: SessionTreeError | None = None
         with self._lock:
             while True:
                 if self._closed:
@@ -496,7 +522,13 @@ class Session:
                 if self._unsettled or self._doubtful:
                     self._catch_up(journal)
                 before = self._written
-                after, result = operation(before)
+                try:
+                    after, result = operation(before)
+                except SessionTreeError as error:
+                    if not self._unsettled:
+                        raise
+                    refused, waiting = error, self._waiting
+                    break
                 if self._written is not before:
                     continue
                 self._written = after
@@ -512,15 +544,22 @@ class Session:
             if not journal.waits:
                 while not self._turn(self._tree, self._written):
                     pass
+        if refused is not None:  # for what nobody may know of yet
+            durable = journal.settles(waiting)
+            self._settle_alone(journal)
+            if durable:
+                try:
+                    raise refused
+                finally:
+                    del refused  # which holds this frame
+            return self._swap_durably(journal, operation)
         if not journal.waits:
             self._feed.pass_on()
             journal.relieve()
             return result
         try:
-            journal.wait(waiting)
+            journal.wait(waiting, partial(self._settle_alone, journal))
         finally:
-            with self._lock:
-                self._settle(journal)
             self._feed.pass_on()
         return result
 
@@ -546,9 +585,14 @@ class Session:
             if self._told[0] is told or self._told[0]._precedes(written):
                 self._told[0] = written
             self._waiting = max(self._waiting, waiting)
-            self._used = True
+            self._touch()
             if self._written is written:
                 return self._waiting
+
+    def _settle_alone(self, journal: Journal) -> None:
+        with self._lock:
+            self._settle(journal)
+        self._feed.pass_on()
 
     def _settle(self, journal: Journal) -> None:
         """Show what has become durable; take back what was lost, and what was written behind it."""
@@ -712,7 +756,7 @@ class Session:
                 del pins[found.id]
             self._pins = pins
             self._doubtful = False
-            self._used = True
+            self._touch()
 
     def _recorded(self, record: Callable[[], None]) -> None:
         """Record something that is not seen here yet: where it is interrupted, nobody knows whether it was."""
@@ -763,7 +807,7 @@ class Session:
                 self._dropped = True
                 roots = {node.id: node for node in doomed(before)}
                 if self._turn(before, before.drop(*roots.values()) if roots else before, roots):
-                    self._used = True
+                    self._touch()
                     break
         self._feed.pass_on()
 
@@ -786,7 +830,7 @@ class Session:
             journal.flush()
             gone = dict.fromkeys(ordinals) if "nodes_dropped" in self._feed.wanted else ()
             self._reload(journal, [tree._index.id_of(ordinal) for ordinal in gone])
-            self._used = True
+            self._touch()
         self._feed.pass_on()
 
     def _collect(self, recent: int) -> None:
@@ -841,12 +885,15 @@ class Session:
         if batch:
             self._feed.put(batch)
 
-    def _expire(self, before: float, now: float, idle_ttl: float) -> bool:
+    def _touch(self) -> None:
+        """It is used now. Whoever does that holds its lock, or is the only one to know it."""
+        self._use = next(self._store._uses)
+        self._store._fresh[self._id] = self
+
+    def _expire(self, now: float, idle_ttl: float) -> bool:
         """Close it if it lay idle for ``idle_ttl``, in the store's time, and no draft is open."""
         with self._lock:
-            if self._used:  # since the tick before, so at the time that one told
-                self._used, self._last_used = False, before if math.isfinite(before) else now
-            if self._has_open_draft():
+            if self._has_open_draft() or self._last_used == -math.inf:
                 self._last_used = now
             if self._closed or now - self._last_used < idle_ttl:
                 return False
@@ -854,6 +901,77 @@ class Session:
         self._store._forget(self)
         self._feed.pass_on()
         return True
+
+    # Memory
+
+    def _count_bytes(self) -> int:
+        """What its nodes and what finds them take by now, those that were read from disk left out."""
+        heads = len(self._written._heads)
+        total = SESSION_BYTES + getsizeof(self._pins) + (_HEADS_BYTES + _HEAD_BYTES * heads if heads else 0)
+        for tree in (self._written, self._tree):
+            index: NodeIndex | None = tree._index
+            while index is not None:
+                if not isinstance(index, StoredIndex):
+                    total += index.held_bytes()
+                if index.is_orphan:
+                    assert index.tip is not None
+                    self._store._nodes.count_path(index.tip)
+                index = index.base
+            if self._tree is self._written or self._tree._index is self._written._index:
+                break
+        return total
+
+    def _rests(self, journal: Journal) -> bool:
+        """Whether all that it did is on disk; its lock is held."""
+        self._settle(journal)
+        written = self._written
+        return not (
+            self._closed
+            or self._doubtful
+            or self._unsettled
+            or self._tree is not written
+            or self._told[0] is not written
+            or not journal.is_durable(self._waiting)
+        )
+
+    def _lighten(self, journal: Journal) -> bool:
+        """Have its nodes on disk alone, but for those that somebody holds: whether that can be."""
+        with self._lock:
+            if self._number is None or not self._rests(journal):
+                return False
+            tree, told = self._tree, self._told
+            kept = tuple(tree.node(pin) for pin in self._pins)
+            held = self._refs()
+            fresh, _ = journal.stored(self._number)
+            if (fresh._count, fresh._moves) != (tree._count, tree._moves):
+                return False
+            if not (self._tree is tree and self._written is tree and told[0] is tree):
+                return False  # a signal handler wrote something; from here to the next line no call is made
+            self._tree = self._written = told[0] = fresh
+            self._kept = kept
+            del tree  # with it go the nodes that nobody else holds
+            stored = fresh._index.base
+            assert isinstance(stored, StoredIndex)
+            stored.forget()
+            for ordinal, known in held:
+                if (node := known()) is not None:
+                    stored.adopt(ordinal, node)
+            return True
+
+    def _refs(self) -> list[tuple[int, ref[Node]]]:
+        """Its nodes in memory, with their ordinals, without holding them."""
+        tree, found = self._tree, []
+        for index, visible in tree._index.layers_upward(tree._count):
+            if isinstance(index, StoredIndex):
+                found += [(ordinal, ref(node)) for ordinal, node in index.living()]
+            else:
+                nodes = enumerate(index.nodes[: visible - index.base_count], index.base_count)
+                found += [(ordinal, ref(node)) for ordinal, node in nodes]
+        return found
+
+    def _at_rest(self, journal: Journal) -> bool:
+        """Whether it can be made again from the disk as it is; its lock is held."""
+        return not self._pins and self._rests(journal)
 
     def _has_open_draft(self) -> bool:
         return bool(self._drafts())

@@ -4,13 +4,16 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, NamedTuple
+from weakref import ref
 
 import numpy as np
 
@@ -19,6 +22,7 @@ from sessiontree.backends.base import Progress
 from sessiontree.backends.blobs import FeatureFolder
 from sessiontree.compaction import GcReport, compact
 from sessiontree.errors import (
+    CorruptTree,
     IncompatibleStore,
     KeyTaken,
     NodeHeld,
@@ -26,22 +30,25 @@ from sessiontree.errors import (
     SessionExists,
     SessionTreeError,
     StoreClosed,
+    StoreFailed,
     UnknownAlias,
     UnknownSession,
     Unsupported,
 )
-from sessiontree.events import DEFAULT_CAPACITY, Feed, Kind, Sink, Subscription, checked_capacity, checked_kinds
+from sessiontree.events import DEFAULT_CAPACITY, Event, Feed, Kind, Sink, Subscription, checked_capacity, checked_kinds
 from sessiontree.features import DEFAULT_BUDGET as DEFAULT_FEATURE_BYTES
 from sessiontree.features import Features, FeatureStore
 from sessiontree.frozen import checked_text
 from sessiontree.journal import Durability, Journal, Overtaken
 from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
+from sessiontree.memory import HeldNodes
 from sessiontree.node import Namespace, Node
 from sessiontree.positions import PositionScheme
 from sessiontree.positions import scheme as scheme_named
 from sessiontree.session import Session, check_may_wait
-from sessiontree.tokens import PathCache, as_index
+from sessiontree.sleepers import Sleeper, Sleepers
+from sessiontree.tokens import PathCache, as_index, in_range
 from sessiontree.tree import DEFAULT_PATH_CACHE_BYTES, SessionTree, limits_of, lineage_of, new_tree
 
 __all__ = ["Session", "SessionStore"]
@@ -53,13 +60,40 @@ _AT_ONCE: Final = 256  # sessions that gc looks at before others can be opened
 
 
 class Usage(NamedTuple):
-    """What a store holds in memory beside the nodes themselves. Bytes are those really held, each beside its budget."""
+    """What a store holds in memory. Bytes are those really held, each beside its budget.
+
+    ``sessions``: those that are open, ``asleep_sessions`` of which were evicted and wait on disk. ``node_bytes``: sessions, their
+    nodes and tokens, and what finds them. ``index_bytes``: what finds sessions and records on disk.
+    """
 
     sessions: int
     feature_bytes: int
     feature_budget_bytes: int
     path_cache_bytes: int
     path_cache_budget_bytes: int
+    asleep_sessions: int = 0
+    node_bytes: int = 0
+    index_bytes: int = 0
+    memory_budget_bytes: int | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """All of it."""
+        return self.feature_bytes + self.path_cache_bytes + self.node_bytes + self.index_bytes
+
+
+class Evicted(NamedTuple):
+    """What :meth:`SessionStore.evict` let go of.
+
+    ``before``, ``after``: ``memory_bytes`` of the store's :class:`Usage`. ``feature_bytes``, ``path_cache_bytes``: those that went.
+    ``sessions``: ids of those whose nodes went, the least recently used first.
+    """
+
+    before: int
+    after: int
+    feature_bytes: int
+    path_cache_bytes: int
+    sessions: tuple[str, ...]
 
 
 class SessionStore:
@@ -74,6 +108,7 @@ class SessionStore:
         feature_bytes: int = DEFAULT_FEATURE_BYTES,
         path_cache_bytes: int = DEFAULT_PATH_CACHE_BYTES,
         idle_ttl: float | None = None,
+        memory_bytes: int | None = None,
     ) -> None:
         if idle_ttl is not None and not _time(idle_ttl, "idle_ttl") > 0:
             raise OutOfRange(f"idle_ttl is {idle_ttl}, not above 0", value=idle_ttl, limit=0)
@@ -86,7 +121,13 @@ class SessionStore:
         self._paths = PathCache(path_cache_bytes)
         self._aliases: dict[tuple[Namespace, str], bytes | None] = {}  # None: dropped, whatever the disk said
         self._idle_ttl = idle_ttl
+        self._memory_bytes = None if memory_bytes is None else in_range(memory_bytes, sys.maxsize, "memory_bytes", "a store")
         self._now = -math.inf
+        self._asleep = Sleepers()
+        self._fresh: dict[str, Session] = {}
+        self._uses: Iterator[int] = itertools.count(1)
+        self._nodes = HeldNodes()
+        self._held = 0  # bytes counted for the sessions that are awake
         self._journal: Journal | None = None
         self._collecting = new_lock()
         self._collects = False
@@ -120,6 +161,7 @@ class SessionStore:
         feature_bytes: int = DEFAULT_FEATURE_BYTES,
         path_cache_bytes: int = DEFAULT_PATH_CACHE_BYTES,
         idle_ttl: float | None = None,
+        memory_bytes: int | None = None,
     ) -> SessionStore:
         """A store in the directory ``path``, made if there is none; its parent must be there.
 
@@ -132,15 +174,16 @@ class SessionStore:
         hide a later one. See :attr:`damaged` and :attr:`damaged_sessions`.
 
         Sessions are read as they are asked for: opening looks at none of them, and reading a path takes memory for that path. A
-        session that was closed is opened again by :meth:`get`. The rest as for :meth:`in_memory`.
+        session that was closed is opened again by :meth:`get`. ``memory_bytes``: what :meth:`tick` has the store hold in memory at
+        most, by :meth:`evict`; None: no budget. The rest as for :meth:`in_memory`.
 
         Raises StoreLocked within a second where another process writes to it, IncompatibleStore for a format or record type of
         a newer version or a directory of something else, CorruptTree for damage, StoreFailed where the disk refuses.
         """
-        store = cls(feature_bytes=feature_bytes, path_cache_bytes=path_cache_bytes, idle_ttl=idle_ttl)
+        store = cls(feature_bytes=feature_bytes, path_cache_bytes=path_cache_bytes, idle_ttl=idle_ttl, memory_bytes=memory_bytes)
         path = os.path.abspath(path)
         store._journal = Journal.open(
-            path, store._features, store._paths, durability=durability, read_only=read_only, strict=strict
+            path, store._features, store._paths, store._nodes, durability=durability, read_only=read_only, strict=strict
         )
         store._features.files = FeatureFolder(os.path.join(path, "blobs"), read_only=read_only)
         _logger.info("opened %r, %s", store, "read-only" if read_only else f"durability {durability}")
@@ -216,6 +259,7 @@ class SessionStore:
             self._opened += 1
             session = Session(session_id, self._opened, tree, self)
             self._put(session)
+        session._touch()
         self._feed.pass_on()
         return session
 
@@ -243,6 +287,7 @@ class SessionStore:
             session = Session(session_id, incarnation, tree, self, number)
             with self._lock:
                 self._put(session)
+            session._touch()
             self._feed.pass_on()
         finally:
             if mine:
@@ -261,11 +306,18 @@ class SessionStore:
                 return None
             tree, pins = journal.tree(number)
             if session is None or session._number != number:  # or it was dropped, and made again
-                session = Session(session_id, journal.opened(number), tree, self, number)
+                slept = self._asleep.pop(number)
+                incarnation = journal.opened(number) if slept is None else slept.incarnation
+                session = Session(session_id, incarnation, tree, self, number)
                 session._pins = pins
+                if slept is not None:
+                    session._generations, session._last_used = slept.generations, slept.last_used
                 self._wake(session_id)
                 with self._lock:
-                    self._put(session, again=True)
+                    if slept is None:
+                        self._put(session, again=True)
+                    else:  # it was open all the time
+                        self._sessions[session_id] = session
             else:
                 session._follow(tree, pins)
         self._feed.pass_on()
@@ -301,7 +353,7 @@ class SessionStore:
             beside = f"; the ids of sessions {', '.join(map(str, lost))} are lost to damage" if lost else ""
             raise UnknownSession(f"no open session {session_id!r}{beside}", session_id=session_id)
         _check_expected(found, scheme, model_fingerprint)
-        found._used = True
+        found._touch()
         return found
 
     def sessions(self) -> tuple[str, ...]:
@@ -324,7 +376,7 @@ class SessionStore:
         self._check_open()
         if self._journal is not None:
             self._journal.flush()
-            for session in tuple(self._sessions.values()):
+            for session in list(self._sessions.values()):
                 session._show(self._journal)
 
     @property
@@ -363,15 +415,143 @@ class SessionStore:
             self._check_open()
             if now < self._now:
                 raise OutOfRange(f"the time {now} after {self._now}", value=now, limit=self._now)
-            before, self._now = self._now, now
-            open_sessions = tuple(self._sessions.values())
-        if self._idle_ttl is None:
-            return ()
-        closed = tuple(session.id for session in open_sessions if session._expire(before, now, self._idle_ttl))
+        self._look()
+        with self._lock:
+            self._now = max(self._now, now)
+        ended = [] if self._idle_ttl is None else self._expire(now, self._idle_ttl)
+        self._feed.pass_on()
+        closed = tuple(session_id for _, session_id in sorted(ended))
         if closed:
             some = ", ".join(map(repr, closed[:8]))
             _logger.info("tick(%s) closed %d idle sessions: %s%s", now, len(closed), some, ", ..." if len(closed) > 8 else "")
+        if self._memory_bytes is not None:
+            self.evict(self._memory_bytes)
         return closed
+
+    def _expire(self, now: float, idle_ttl: float) -> list[tuple[int, str]]:
+        """Incarnation and id of the sessions that are closed now, since they lay idle for so long."""
+        awake = list(self._sessions.values())
+        closed = [(session.incarnation, session.id) for session in awake if session._expire(now, idle_ttl)]
+        journal = self._journal
+        if journal is not None:
+            with self._opening:
+                for incarnation, number in self._asleep.expire(now, idle_ttl):
+                    with suppress(CorruptTree):  # it has no name any more
+                        session_id = journal.session_id(number)
+                        closed.append((incarnation, session_id))
+                        if batch := news.closed(session_id, incarnation, self._feed.wanted, expired=True):
+                            self._feed.put(batch)
+        return closed
+
+    def _look(self) -> None:
+        """Note when the sessions were used that were since the last look, and count their bytes."""
+        fresh = self._fresh
+        while fresh:
+            try:
+                session = fresh.popitem()[1]
+            except KeyError:  # somebody else was quicker
+                return
+            session._last_used = self._now
+            self._count_bytes(session)
+
+    def _count_bytes(self, session: Session) -> None:
+        held = session._count_bytes()
+        with self._lock:
+            if self._sessions.get(session.id) is session:
+                self._held += held - session._held
+                session._held = held
+
+    def evict(self, target_bytes: int | None = None) -> Evicted:
+        """Let go of memory until the store holds no more than ``target_bytes``, or of all that it can (None, 0).
+
+        Features of media first, then the paths of forks that were gathered, then the nodes of sessions, the least recently used of
+        each first. All of it comes back when it is next asked for: nodes and features from the disk. Nothing goes that somebody
+        holds: nodes, features, the path of a draft or of a pinned node. A session that nobody holds goes as a whole, and is the
+        same one when it is asked for again: its incarnation stays, and the time when it was used last. To evict is no use of a
+        session, and changes nothing that can be seen of it.
+
+        Waits until what was written is on disk; what cannot be brought there stays. Of a store in memory, only gathered paths go.
+        Raises OutOfRange.
+        """
+        target = 0 if target_bytes is None else in_range(target_bytes, sys.maxsize, "target_bytes", "a store")
+        self._check_open()
+        usage = before = self.usage()
+        features = paths = 0
+        if usage.memory_bytes > target:
+            features = self._features.release(usage.memory_bytes - target)
+            usage = self.usage()
+        if usage.memory_bytes > target:
+            paths = usage.path_cache_bytes
+            self._paths.clear()
+            usage = self.usage()
+        sessions: list[str] = []
+        journal = self._journal
+        if journal is not None and usage.memory_bytes > target:
+            check_may_wait(journal)
+            with suppress(StoreFailed):  # what is on disk can go all the same
+                journal.flush()
+            sessions = list(self._put_away_until(journal, target))
+            if sessions:
+                journal.forget_numbers()
+            self._feed.pass_on()
+        return Evicted(before.memory_bytes, self.usage().memory_bytes, features, paths, tuple(sessions))
+
+    def _put_away_until(self, journal: Journal, target: int) -> Iterator[str]:
+        """Ids of the sessions that go, one by one, until the store holds no more than ``target`` bytes."""
+        by_use = sorted((session._use, session_id) for session_id, session in tuple(self._sessions.items()))
+        over = 0
+        for at, (_, session_id) in enumerate(by_use):
+            if at % _AT_ONCE == 0 or over <= 0:
+                over = self.usage().memory_bytes - target
+                if over <= 0:
+                    return
+            before = self._held
+            if self._put_away(journal, session_id):
+                yield session_id
+            over -= before - self._held
+
+    def _put_away(self, journal: Journal, session_id: str) -> bool:
+        """Let the nodes of a session go, and the session itself where nobody holds it: whether that could be."""
+        with self._opening:
+            session = self._sessions.get(session_id)
+            if session is None:
+                return False
+            lock, alive = session._lock, ref(session)
+            with lock:  # whoever writes to the session comes in before or after
+                number = session._number
+                if number is not None and session._at_rest(journal):
+                    sleeper = Sleeper(session.incarnation, session._generations, session._last_used)
+                    nodes, held = session._refs(), session._held
+                    try:
+                        with self._lock:
+                            del self._sessions[session_id]
+                            self._fresh.pop(session_id, None)
+                        del session  # here it goes, where nobody else holds it
+                    finally:
+                        session = self._settled(session_id, alive, number, sleeper, held)
+                    if session is None:
+                        for node in (known() for _, known in nodes):
+                            if node is not None:
+                                self._nodes.count(node)
+                        self._feed.tell(Event("evicted", session_id, sleeper.incarnation, nbytes=held))
+                        return True
+        held = session._held
+        if not session._lighten(journal):
+            return False
+        self._count_bytes(session)
+        self._feed.tell(Event("evicted", session_id, session.incarnation, nbytes=max(0, held - session._held)))
+        return True
+
+    def _settled(self, session_id: str, alive: ref[Session], number: int, sleeper: Sleeper, held: int) -> Session | None:
+        """Whether a session that was let go is asleep now: the session, in its place again, where somebody holds it."""
+        session = alive()
+        with self._lock:
+            if session is not None:
+                self._sessions[session_id] = session
+            else:
+                self._held -= held
+                self._asleep.put(number, sleeper)
+        return session
 
     def drop(self, session_id: str) -> None:
         """Forget a session and close it. What was forked from it keeps its path; :meth:`gc` gives the rest back.
@@ -438,7 +618,7 @@ class SessionStore:
         if recent is not None:
             with self._opening:
                 self._awake = {*self._sessions, *self._creating}
-            for session in tuple(self._sessions.values()):
+            for session in list(self._sessions.values()):
                 session._collect(recent)
             if journal is not None:
                 self._collect_closed(journal, recent)
@@ -473,7 +653,7 @@ class SessionStore:
             self._feed.pass_on()
 
     def _count(self) -> int:
-        return sum(len(session._tree) - 1 for session in tuple(self._sessions.values()))
+        return sum(len(session._tree) - 1 for session in list(self._sessions.values()))
 
     def put_features(self, item: MediaItem, features: Any) -> Features:
         """Keep features of an item (pixels, encoder outputs) by its content, under the budget. See :meth:`FeatureStore.put`.
@@ -538,15 +718,27 @@ class SessionStore:
                 self._aliases[scope, alias] = None
 
     def usage(self) -> Usage:
-        """What the store holds beside nodes."""
-        features, paths = self._features, self._paths
-        return Usage(len(self._sessions), features.held_bytes, features.budget_bytes, paths.held_bytes, paths.budget_bytes)
+        """What the store holds in memory by now."""
+        self._look()
+        features, paths, journal = self._features, self._paths, self._journal
+        asleep = len(self._asleep)
+        return Usage(
+            sessions=len(self._sessions) + asleep,
+            feature_bytes=features.held_bytes,
+            feature_budget_bytes=features.budget_bytes,
+            path_cache_bytes=paths.held_bytes,
+            path_cache_budget_bytes=paths.budget_bytes,
+            asleep_sessions=asleep,
+            node_bytes=self._held + self._nodes.held_bytes(),
+            index_bytes=self._asleep.nbytes + (0 if journal is None else journal.index_bytes()),
+            memory_budget_bytes=self._memory_bytes,
+        )
 
     def close(self) -> None:
         """Close every session. The store takes no more calls; closing it again does nothing."""
         with self._lock:
             first, self._closed = not self._closed, True
-            open_sessions = tuple(self._sessions.values())
+            open_sessions = list(self._sessions.values())
         for session in open_sessions:
             session.close()
         try:
@@ -606,6 +798,8 @@ class SessionStore:
         with self._lock:
             if self._sessions.get(session.id) is session:
                 del self._sessions[session.id]
+                self._fresh.pop(session.id, None)
+                self._held -= session._held
 
     def _check_open(self) -> None:
         if self._closed:

@@ -23,6 +23,7 @@ from sessiontree.errors import CorruptTree
 from sessiontree.index import Limits, NodeIndex
 from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
+from sessiontree.memory import HeldNodes
 from sessiontree.node import MediaSpan, Node, Origin, make_child, own_spans
 from sessiontree.positions import PositionScheme
 from sessiontree.prefixes import PrefixIndex
@@ -143,24 +144,24 @@ class NodeSource(Protocol):
 class StoredIndex(NodeIndex):
     """The nodes of ``source`` below the root, or below the path of ``tip`` in a forked session. Never written to.
 
-    ``told``: what its maker made it of, for its maker to know whether that is still what there is. ``source`` may be replaced by
-    one of the same nodes.
+    ``held``: counts the nodes that are made. ``told``: what its maker made it of, for its maker to know whether that is still what
+    there is. ``source`` may be replaced by one of the same nodes.
     """
 
-    __slots__ = ("_known", "_loading", "_recent", "source", "told")
+    __slots__ = ("_held", "_known", "_loading", "_recent", "source", "told")
 
-    def __init__(self, root: Node, limits: Limits, source: NodeSource, *, tip: Node | None = None) -> None:
+    def __init__(self, root: Node, limits: Limits, source: NodeSource, held: HeldNodes, *, tip: Node | None = None) -> None:
         super().__init__(root, limits, tip=tip)
         self.source = source
         self.told: object = None
         self._known: WeakValueDictionary[int, Node] = WeakValueDictionary()
+        self._held = held
         self._recent: deque[Node] = deque(maxlen=_RECENT)
         self._loading = new_lock()
         # Proxies: it goes when nobody holds it, and with it what keeps its records on disk.
         self.nodes: Any = _Nodes(weakref.proxy(self))
         self.by_id: Any = _ById(weakref.proxy(self))
         self.by_key: Any = _ByKey(weakref.proxy(self))
-        root._extent.writer = root._extent.writer or self.writer
 
     @property
     def missing(self) -> int:
@@ -196,6 +197,21 @@ class StoredIndex(NodeIndex):
 
     def _add_prefixes(self, prefixes: PrefixIndex, count: int) -> PrefixIndex:
         return prefixes  # it takes them in by itself
+
+    def living(self) -> list[tuple[int, Node]]:
+        """Those of its nodes that somebody holds, by ordinal."""
+        return list(self._known.items())
+
+    def forget(self) -> None:
+        """Keep nothing that nobody asks for: the nodes read last, and what is known of prefixes."""
+        self._recent.clear()
+        with self._adding_lock:
+            self._prefixes = None
+
+    def adopt(self, ordinal: int, node: Node) -> None:
+        """A node that is in memory already: it is given out from now on, for as long as somebody holds it."""
+        self._known[ordinal] = node
+        self._held.count(node)
 
     def children_of(self, ordinal: int) -> Sequence[int]:
         """Ordinals of the children of a node that lie here, in commit order."""
@@ -276,6 +292,7 @@ class StoredIndex(NodeIndex):
         for at in reversed(missing):
             node = self._made(node, at)
             self._known[at] = node
+            self._held.count(node)
         return node
 
     def _made(self, parent: Node, ordinal: int) -> Node:

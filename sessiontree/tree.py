@@ -346,11 +346,13 @@ class SessionTree(Sealed):
 
     def _check_head(self, name: str, expected: Head | Node | bytes | None) -> str:
         name = checked_text(name, "a head's name")
+        if expected is UNSET:
+            return name
         actual = self._head(name)
         if expected is None:
             if actual is not None:
                 raise NameTaken(f"head {name!r} exists, at {_place(actual)}", name=name, actual=actual)
-        elif expected is not UNSET:
+        else:
             if not isinstance(expected, (Head, Node, bytes)):
                 raise TypeError(f"expected is a Head, a Node, its id or None, not {type(expected).__name__}")
             there: Head | Node | bytes | None = actual

@@ -59,7 +59,6 @@ from sessiontree.backends.bundle_file import BundleWriter
 from sessiontree.backends.system import System
 from sessiontree.bundles import HeadKept, export_bundle, import_bundle, open_bundle
 from sessiontree.positions import scheme
-from tests import toy
 from tests.disk import Disk, mutated
 from tests.disk_model import (
     DURABILITIES,
@@ -93,6 +92,7 @@ from tests.test_store_disk import (
     say,
     text_session,
 )
+from tests.threads import in_threads
 from tests.toy import a_turn, toy_scheme
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
@@ -961,7 +961,7 @@ def test_threads_read_one_bundle(tmp_path: Path) -> None:
     export_bundle(store, tmp_path / "bundle", compress="zstd")
     expected = all_seen(store)
     with open_bundle(tmp_path / "bundle") as bundle:
-        toy.in_threads(6, lambda _: _same(all_seen(bundle), expected))
+        in_threads(6, lambda _: _same(all_seen(bundle), expected))
 
 
 def _same(found: Any, expected: Any) -> None:

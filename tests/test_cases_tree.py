@@ -688,7 +688,7 @@ def test_d41_object_setattr() -> None:
     attack_slots(session.tree, ["root", "heads", "scheme", "limits"])
     attack_slots(ExternalPositions(A_TABLE), ["positions", "next_position", "max_position"])
     attack_slots(Edit(0, 1), ["start", "stop"])
-    for private in ("_details", "_lineage", "_extent", "_up", "_with_media"):
+    for private in ("_details", "_lineage", "_extent", "_up", "_media_above"):
         with pytest.raises(AttributeError):
             object.__setattr__(tip, private, None)
     assert tree_digest(session.tree) == before

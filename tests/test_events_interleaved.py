@@ -1,4 +1,4 @@
-"""Two threads at every pair of places of what tells and reads events: as without a GIL, by the scheduler of test_publication."""
+"""Two threads at every pair of places of what tells and reads events: as without a GIL, by the scheduler of interleaving."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import sessiontree
 from sessiontree import SessionStore
 from sessiontree.events import Event, Subscription
-from tests import test_publication
+from tests import interleaving
+from tests.interleaving import Run, at_every_place, at_every_two_places, seen_locks
 from tests.test_events import Replica
-from tests.test_publication import Run, at_every_place, at_every_two_places, seen_locks
 
 __all__ = ["seen_locks"]
 
@@ -23,7 +23,7 @@ PACKAGE = Path(sessiontree.__file__).parent
 @pytest.fixture(autouse=True)
 def what_is_under_test(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("events", "news", "session", "store")
-    monkeypatch.setattr(test_publication, "UNDER_TEST", frozenset(str(PACKAGE / f"{name}.py") for name in names))
+    monkeypatch.setattr(interleaving, "UNDER_TEST", frozenset(str(PACKAGE / f"{name}.py") for name in names))
 
 
 class World:

@@ -62,7 +62,8 @@ from tests.disk_model import (
 from tests.test_robustness import coming_in, forked
 from tests.test_segment_log import Interrupt
 from tests.test_store_disk import ROOT, an_image, answer, append, blob_files, in_process, pixels, say, text_session
-from tests.toy import VE, VS, a_turn, in_threads, toy_scheme, turn
+from tests.threads import in_threads
+from tests.toy import VE, VS, a_turn, toy_scheme, turn
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
 KINDS = ("memory", *DURABILITIES)

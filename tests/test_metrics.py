@@ -23,7 +23,7 @@ from sessiontree.journal import Durability
 from sessiontree.metrics import BUCKETS, StoreMetrics
 from tests.disk import Disk
 from tests.disk_model import Stalled, fail, let_go, open_on
-from tests.toy import in_threads
+from tests.threads import in_threads
 
 Samples = dict[tuple[str, tuple[str, ...]], float]
 

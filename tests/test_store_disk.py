@@ -84,7 +84,8 @@ from tests.disk_model import (
 )
 from tests.reference import Segment
 from tests.test_robustness import alarms, bounded, coming_in, forked, interrupted
-from tests.toy import IMG, VE, VS, a_turn, in_threads, media, toy_scheme, turn
+from tests.threads import in_threads
+from tests.toy import IMG, VE, VS, a_turn, media, toy_scheme, turn
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
 ROOT = Path(__file__).parents[1]

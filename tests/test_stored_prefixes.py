@@ -55,7 +55,8 @@ from tests.test_prefixes import (
 )
 from tests.test_robustness import coming_in, interrupted
 from tests.test_store_disk import log_of, records_of
-from tests.toy import in_threads, toy_scheme
+from tests.threads import in_threads
+from tests.toy import toy_scheme
 
 
 @contextmanager

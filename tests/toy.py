@@ -7,7 +7,6 @@ as `reference.Segment`s, so that the naive reference can answer for whatever the
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -266,26 +265,6 @@ def attack_slots(value: object, names: Sequence[str]) -> None:
         assert repr(plain(getattr(value, name))) == repr(plain(before))
     with pytest.raises((AttributeError, TypeError)):
         object.__setattr__(value, "no_such_attribute", 1)
-
-
-def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """``work(number)`` in threads that start together; the first error is raised here."""
-    barrier, errors = threading.Barrier(count), list[BaseException]()
-
-    def run(number: int) -> None:
-        barrier.wait()
-        try:
-            work(number)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def store_of(session: Session) -> SessionStore:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sessiontree import LimitExceeded, MediaItem, MediaSpanError, Node, Session
 from sessiontree.edits import plan_prefix
 from sessiontree.media import placements
-from sessiontree.node import deepest_from
+from sessiontree.node import deepest_from, last_with_media
 from sessiontree.positions import PositionState
 from sessiontree.positions.runs import Runs
 from sessiontree.tokens import TOKEN_BYTES, TokenIds, in_range, token_array, token_bytes
@@ -175,7 +175,7 @@ class PendingPrompt:
         """Whether an item stands in it."""
         if any(turn.media for turn in self._turns):
             return True
-        at = deepest_from(self.node, self.kept - 1)._with_media if self.kept else None
+        at = last_with_media(deepest_from(self.node, self.kept - 1)) if self.kept else None
         while at is not None and at.start + at.media[0].spans[0][0] >= self.kept:
-            at = None if at.parent is None else at.parent._with_media
+            at = at._media_above
         return at is not None

@@ -45,6 +45,7 @@ import atexit
 import errno
 import itertools
 import logging
+import mmap
 import os
 import sys
 import threading
@@ -103,6 +104,7 @@ _FRAME_BYTES: Final = 2**20  # what one frame takes of what is pending, unless o
 _BLOCK_ROWS: Final = 4096
 _ROW_BYTES: Final = ENTRY.itemsize
 _RESERVE: Final = 2**20
+_MAPPED: Final = 2**20  # bytes of a table, from which on it is mapped
 _LOCK_SECONDS: Final = 0.8
 _POLL: Final = (0.002, 0.05)  # seconds between two looks of the background thread: after work, and at most
 _SWEEP: Final = 16  # looks between two at what can be removed
@@ -140,7 +142,11 @@ class _Table:
 
     def _grow(self, kept: int, count: int) -> None:
         """Have room for so many rows, and more; of those there are, the first ``kept`` stay."""
-        rows = np.empty(max(1024, count + count // 8), ENTRY)
+        room = max(1024, count + count // 8)
+        if room * _ROW_BYTES < _MAPPED:
+            rows = np.empty(room, ENTRY)
+        else:  # which goes back to the system at once when it is outgrown, and takes no memory where nothing was written yet
+            rows = np.frombuffer(mmap.mmap(-1, room * _ROW_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), ENTRY)
         rows[:kept] = self._rows[:kept]
         self._rows, self._bytes = rows, rows.view(np.uint8).data
 
@@ -560,11 +566,14 @@ class SegmentLog:
         me = get_ident()
         claimed = False
         try:
-            if self._leader:
-                if self._leader == me:
+            with self._mutex:
+                leader = self._leader
+                if not leader:
+                    claimed, self._leader = True, me
+            if not claimed:
+                if leader == me:
                     raise RuntimeError("a signal handler or finalizer may enqueue, not wait, while its thread commits")
                 return False
-            claimed, self._leader = True, me  # threads do not switch between this and the look before; the lock is what counts
             with self._writer:
                 if self._pid != os.getpid():
                     raise self._refuse()
@@ -782,8 +791,10 @@ class SegmentLog:
             try:
                 if self._leader == me:
                     raise Unsupported("a signal handler or finalizer cannot compact while its thread is writing to the disk")
-                if not self._leader:
-                    claimed, self._leader = True, me
+                with self._mutex:
+                    if not self._leader:
+                        claimed, self._leader = True, me
+                if claimed:
                     with self._writer:
                         if self._refused or self._pid != os.getpid():
                             raise self._refuse()

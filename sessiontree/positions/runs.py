@@ -278,7 +278,12 @@ def write(pieces: Sequence[Piece], out: NDArray[Any]) -> None:
             begin += length
             if begin >= stop:
                 break
-    if texts:
+    if 0 < len(texts) <= _FEW and not any(base for _, base, _ in texts):
+        stop = out.shape[1]
+        for column, _, shift in reversed(texts):
+            out[:, column:stop] = counted(stop)[column:] + shift
+            stop = column
+    elif texts:
         columns, bases, shifts = zip(*texts, strict=True)
         first, count = columns[0], out.shape[1]
         lengths = np.diff(np.array((*columns, count)))
@@ -426,5 +431,6 @@ def counted(count: int) -> NDArray[np.int64]:
     return known[:count]
 
 
+_FEW: Final = 4  # runs of text that are written one by one: many are written together
 _MOST_KEPT: Final = 2**20
 _numbers = [np.arange(0)]

@@ -121,6 +121,7 @@ class StoreMetrics:
         usage = store.usage()._asdict()
         yield self._gauge("sessions_open", "Sessions that are open.", usage["sessions"])
         budgets = {_before(name, "_budget_bytes"): value for name, value in usage.items() if name.endswith("_budget_bytes")}
+        budgets = {kind: value for kind, value in budgets.items() if value is not None}  # None: no limit
         held = {_before(name, "_bytes"): value for name, value in usage.items() if name.endswith("_bytes")}
         held = {kind: value for kind, value in held.items() if not kind.endswith("_budget")}
         yield self._gauge("held_bytes", "Bytes held in memory.", held, "kind")

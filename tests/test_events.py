@@ -1133,6 +1133,36 @@ def test_threads_under_commit_are_told_of_what_the_disk_took() -> None:
         let_go(store)
 
 
+def test_sessions_that_are_evicted_and_come_back() -> None:
+    """Evicted once, with the bytes that it held; back without a word, the same incarnation; expired where it sleeps."""
+    with open_on(Disk(), idle_ttl=5) as store:
+        heard, replica = store.subscribe(), Replica()
+        store.tick(0)
+        session = text_session(store)
+        node = session.append(session.root, [1] * 1000)
+        replica.take(heard.poll())
+        incarnation, node_id = session.incarnation, node.id
+        del session, node
+        gc.collect()
+        assert store.evict().sessions == ("s",)
+        [event] = heard.poll()
+        assert (event.kind, event.session_id, event.incarnation) == ("evicted", "s", incarnation)
+        assert event.nbytes is not None and event.nbytes > 4000
+        assert store.get("s").node(node_id).stop == 1000 and heard.poll() == []
+        replica.check(store)
+        store.get("s").append(node_id, [2])
+        assert kinds_of(heard.poll()) == ["node_committed"]
+        gc.collect()
+        store.evict()
+        store.tick(9)
+        store.tick(20)
+        assert [(event.kind, event.incarnation) for event in heard.poll()] == [
+            ("evicted", incarnation),
+            ("expired", incarnation),
+            ("session_closed", incarnation),
+        ]
+
+
 def test_gc_tells_of_sessions_that_nobody_has_open() -> None:
     disk = Disk()
     with open_on(disk) as store:

@@ -21,7 +21,7 @@ PACKAGE = Path(sessiontree.__file__).parent
 
 
 @pytest.fixture(autouse=True)
-def what_is_under_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def what_is_under_test(seen_locks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("events", "news", "session", "store")
     monkeypatch.setattr(interleaving, "UNDER_TEST", frozenset(str(PACKAGE / f"{name}.py") for name in names))
 

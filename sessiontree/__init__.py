@@ -38,6 +38,7 @@ from sessiontree.errors import (
     UnknownSession,
     Unsupported,
 )
+from sessiontree.events import Event, Subscription
 from sessiontree.features import Features
 from sessiontree.handles import NodeHandles
 from sessiontree.heads import Head
@@ -60,6 +61,7 @@ __all__ = [
     "Draft",
     "DraftClosed",
     "Edit",
+    "Event",
     "Evicted",
     "ExternalPositions",
     "Features",
@@ -100,6 +102,7 @@ __all__ = [
     "StoreClosed",
     "StoreFailed",
     "StoreLocked",
+    "Subscription",
     "UnknownAlias",
     "UnknownHead",
     "UnknownNode",

@@ -61,7 +61,10 @@ class Host(Protocol):
 
     _lock: Any
 
-    def _attach(self, parent: Node, turn: Turn, details: Details) -> Node: ...
+    def _commit(self, parent: Node, turn: Turn, details: Details) -> Node: ...
+
+    def _close_draft(self, draft: Draft, how: HowClosed) -> None:
+        """Shut a draft, and tell of it."""
 
     def _packed(self, draft: Draft, with_path: bool) -> bytes: ...
 
@@ -71,8 +74,11 @@ class _Nowhere:
 
     _lock = new_lock()
 
-    def _attach(self, parent: Node, turn: Turn, details: Details) -> NoReturn:
+    def _commit(self, parent: Node, turn: Turn, details: Details) -> NoReturn:
         raise DraftClosed("this draft was closed")
+
+    def _close_draft(self, draft: Draft, how: HowClosed) -> None:
+        draft._shut(how)
 
     def _packed(self, draft: Draft, with_path: bool) -> NoReturn:
         raise DraftClosed("this draft was closed")
@@ -277,7 +283,7 @@ class Draft:
             data = self._tokens[:count].tobytes()
             turn = plan_turn(self.scheme, self.parent, data, (), self.origin, self.role, self.key)
             frozen = self._metadata if metadata is None else freeze_metadata(metadata)
-            node = self._host._attach(self.parent, turn, Details(frozen, finish_reason, tail_policy))
+            node = self._host._commit(self.parent, turn, Details(frozen, finish_reason, tail_policy))
             self._close("committed")
         finally:
             self._ending = False
@@ -312,14 +318,16 @@ class Draft:
             self._check_open()
             self._ending = True
 
-    def _time_out(self, now: float, ttl: float) -> None:
-        """Abort it if nothing was done to it for ``ttl``, in the store's time; its session's lock is held."""
+    def _times_out(self, now: float, ttl: float) -> bool:
+        """Whether nothing was done to it for ``ttl``, in the store's time; its session's lock is held."""
         if self._used:  # since the tick before: nobody knows when, so none is aborted early
             self._used, self._last_used = False, now
-        if not self._ending and self._how_closed is None and now - self._last_used >= ttl:
-            self._close("timed out")
+        return not self._ending and self._how_closed is None and now - self._last_used >= ttl
 
     def _close(self, how: HowClosed) -> None:
+        self._host._close_draft(self, how)
+
+    def _shut(self, how: HowClosed) -> None:
         self._how_closed = how
         self._host = NOWHERE
 

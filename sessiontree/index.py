@@ -182,6 +182,17 @@ class NodeIndex:
             index = index.base
         return None
 
+    def id_of(self, ordinal: int) -> bytes:
+        """The id of the node of an ordinal, which is not read for it where it lies in a store."""
+        index = self
+        while ordinal < index.base_count and index.base is not None:
+            index = index.base
+        if index is not self:
+            return index.id_of(ordinal)
+        if index.tip is not None and ordinal < index.base_count:
+            return index.tip.ancestor(ordinal).id
+        return index.nodes[ordinal - index.base_count].id
+
     @property
     def lowest(self) -> int:
         """The ordinal of the first node of the lowest layer, behind a forked session's path."""

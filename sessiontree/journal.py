@@ -322,6 +322,19 @@ class SessionNodes:
         ids[there] = np.ascontiguousarray(self._columns.entries["id"][self._places[there]]).view(np.uint8).reshape(-1, ID_BYTES)
         return ids
 
+    def differing(self, older: SessionNodes) -> tuple[Sequence[int], Sequence[int]]:
+        count = max(len(self), len(older))
+        mine, theirs = (np.zeros((count, ID_BYTES), np.uint8) for _ in range(2))
+        mine[: len(self)], theirs[: len(older)] = self.ids(), older.ids()
+        other = (mine != theirs).any(axis=1)  # an ordinal may stand for another node once the last ones were removed
+        made, gone = other & mine.any(axis=1), other & theirs.any(axis=1)
+        above = older.parents() - self.first
+        inside = (above >= 0) & (above < len(above))
+        below = np.flatnonzero(inside)
+        topmost = gone[: len(older)].copy()
+        topmost[below] &= ~gone[above[below]]
+        return (np.flatnonzero(made) + self.first).tolist(), (np.flatnonzero(topmost) + self.first).tolist()
+
     def parents_outside(self) -> Sequence[int]:
         parents, _ = self._sorted_parents()
         outside: list[int] = np.unique(parents[: parents.searchsorted(self.first)]).tolist()
@@ -504,6 +517,11 @@ class Journal:
     def failed(self) -> bool:
         """Whether nothing is written any more, for good."""
         return self._log.failed
+
+    @property
+    def lag(self) -> tuple[int, int]:
+        """How many changes were taken and are not known to be on disk, and about how many bytes they are."""
+        return self._log.lag
 
     @property
     def recovered_bytes(self) -> int:
@@ -950,6 +968,11 @@ class Journal:
         above_them = np.array(parents, np.int64) - first
         topmost = dead & ((above_them < 0) | ~dead[np.clip(above_them, 0, max(len(dead) - 1, 0))])
         return (np.flatnonzero(topmost) + first).tolist()
+
+    def ids_of(self, columns: Columns, number: int, ordinals: Iterable[int]) -> list[bytes]:
+        """The ids of nodes of a session, which are there."""
+        first, places = columns.by_ordinal(columns.places(codec.NODE, number))
+        return [columns.entries[places[ordinal - first]]["id"].tobytes() for ordinal in ordinals]
 
     def _record(self, record: codec.Record, waiting: int) -> None:
         taken = self._enqueue([record], waiting)

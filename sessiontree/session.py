@@ -29,8 +29,9 @@ from weakref import WeakSet, ref
 from numpy.typing import ArrayLike
 from pyrsistent import PMap
 
+from sessiontree import news
 from sessiontree.details import NO_DETAILS, Details
-from sessiontree.draft import Draft, checked_finish_reason
+from sessiontree.draft import Draft, HowClosed, checked_finish_reason
 from sessiontree.edits import Content, Edit, Plan, plan_linear, plan_prefix, plan_rewrite, without_bos
 from sessiontree.errors import (
     SessionTreeError,
@@ -38,6 +39,7 @@ from sessiontree.errors import (
     UnknownNode,
     Unsupported,
 )
+from sessiontree.events import Batch, Feed
 from sessiontree.frozen import checked_text, freeze_metadata
 from sessiontree.handover import Parcel, packed, unpacked
 from sessiontree.heads import Head, HeadNodes
@@ -59,6 +61,7 @@ from sessiontree.turns import Turn, plan_turn
 __all__ = ["Session"]
 
 T = TypeVar("T")
+Tell = Callable[[str, int, SessionTree, SessionTree, frozenset[str], news.Drafts], Batch]
 
 #: What a session takes beside its nodes and what finds them: measured, as everything that is made with one.
 SESSION_BYTES: Final = 4_800
@@ -70,6 +73,7 @@ class Home(Protocol):
     """What a session needs of the store that it is in."""
 
     _journal: Journal | None
+    _feed: Feed
     _fresh: dict[str, Session]  # those that were used since anybody looked
     _uses: Iterator[int]  # numbers of uses
     _nodes: HeldNodes
@@ -94,6 +98,7 @@ class Session:
         "_closed",
         "_doubtful",
         "_dropped",
+        "_feed",
         "_generations",
         "_held",
         "_id",
@@ -125,6 +130,7 @@ class Session:
         self._unsettled: deque[tuple[int, SessionTree]] = deque()  # what is not known to be durable
         self._limits = tree.limits
         self._store = store
+        self._feed = store._feed
         self._lock = new_lock()
         self._closed = False
         self._generations = 0  # how many keys it has made
@@ -285,6 +291,8 @@ class Session:
     ) -> Node:
         """A prefilled turn under any node. See :meth:`SessionTree.append`."""
         # As SessionTree.append, but the lock is only held for what needs it.
+        meter = self._feed.meter
+        begun = 0.0 if meter is None else meter.now()
         parent = self._tree._resolve(parent)
         max_tokens, reserved = self._limits
         data = token_bytes(token_ids, max_tokens)
@@ -292,7 +300,10 @@ class Session:
             data, media, positions = without_bos(parent, Content(data, media, positions), strip_bos)
         turn = plan_turn(parent._lineage.scheme, parent, data, media, "input", role, key, positions)
         details = NO_DETAILS if metadata is None else Details(freeze_metadata(metadata))
-        return self._attach(parent, turn, details, reserved)
+        node = self._attach(parent, turn, details, reserved)
+        if meter is not None:
+            meter.appended(begun)
+        return node
 
     def draft(
         self,
@@ -321,6 +332,8 @@ class Session:
             if key is None:  # only now: a draft that is refused uses up no key
                 draft._key = self._own_key(node)
             self._open_drafts.add(draft)
+        if (meter := self._feed.meter) is not None:
+            meter.opened_draft()
         return draft
 
     def adopt(self, data: bytes | bytearray | memoryview) -> Draft:
@@ -344,6 +357,8 @@ class Session:
             parcel.check_opening(self._store._identity, self.incarnation)
             draft = parcel.draft(tree, self)
             self._open_drafts.add(draft)
+            if (meter := self._feed.meter) is not None:
+                meter.opened_draft()
             return draft
 
         def attach(tree: SessionTree) -> tuple[SessionTree, Draft]:
@@ -359,6 +374,38 @@ class Session:
 
     def _packed(self, draft: Draft, with_path: bool) -> bytes:
         return packed(draft, self.id, self._limits, (self._store._identity, self.incarnation), with_path)
+
+    def _commit(self, parent: Node, turn: Turn, details: Details) -> Node:
+        """Make the node of a draft."""
+        meter = self._feed.meter
+        if meter is None:
+            return self._attach(parent, turn, details)
+        begun = meter.now()
+        node = self._attach(parent, turn, details)
+        meter.committed(begun)
+        return node
+
+    def _close_draft(self, draft: Draft, how: HowClosed) -> None:
+        self._end_draft(draft, how)
+        self._feed.pass_on()
+
+    def _end_draft(self, draft: Draft, how: HowClosed) -> None:
+        """Shut a draft. If a branch ends by that it is told: by an abort, since after a commit a head may follow."""
+        feed = self._feed
+        if how in ("aborted", "timed out") and "branch_ended" in feed.wanted:
+            with self._lock:
+                left = [draft] if not self._closed else []
+                batch = tuple(
+                    news.ended(*self._named, self._tree, left, lambda: [each for each in self._drafts() if each is not draft])
+                )
+                put = feed.put
+                if draft._how_closed is None:  # from here to the call nothing comes in between
+                    draft._how_closed = how
+                    if batch:
+                        put(batch)
+        draft._shut(how)
+        if feed.meter is not None:
+            feed.meter.closed_draft(how)
 
     def _own_key(self, parent: Node) -> str:
         """A key that no other generation of this session has, nor a child of ``parent``."""
@@ -427,6 +474,7 @@ class Session:
                 return tree._attach_alone(parent, turn, details, None, reserved, True)
 
             return self._swap_durably(journal, attach)
+        feed = self._feed
         with self._lock:
             while True:
                 if self._closed:
@@ -435,12 +483,24 @@ class Session:
                 if self._dropped:
                     self._check_there(before, parent)
                 after, node = before._attach_alone(parent, turn, details, None, reserved, carry)
-                if self._tree is before:
+                if feed.wanted:  # as _turn does it
+                    new = after is not before and "node_committed" in feed.wanted
+                    batch = (news.committed(self._id, self._incarnation, node),) if new else ()
+                    put = feed.put
+                    if self._tree is before:  # from here to the call nothing comes in between
+                        self._tree = after
+                        if batch:
+                            put(batch)
+                        break
+                elif self._tree is before:
                     self._tree = after
                     self._use = next(store._uses)
                     store._fresh[self._id] = self
                     return node
                 carry = False  # what comes in between may come in again: be quick
+            self._touch()
+        feed.pass_on()
+        return node
 
     def _check_there(self, tree: SessionTree, parent: Node) -> None:
         """A node that was found before the lock was taken may have been dropped since. Raises UnknownNode."""
@@ -461,10 +521,43 @@ class Session:
                 self._check_open()
                 before = self._tree
                 after, result = operation(before)
-                if self._tree is before:
-                    self._tree = after
+                if self._turn(before, after):
                     self._touch()
-                    return result
+                    break
+        self._feed.pass_on()
+        return result
+
+    def _turn(self, before: SessionTree, after: SessionTree, gone: Iterable[bytes] = (), tell: Tell = news.changed) -> bool:
+        """Show a tree in the place of another, and tell what is new: the one way to do it. The lock is held.
+
+        ``gone``: ids of nodes that were dropped in between, without those below them. ``tell``: says what is new. False, and
+        nothing was done, where something came in between.
+        """
+        wanted = self._feed.wanted
+        if not wanted or after is before:
+            if self._tree is before:
+                self._tree = after
+                return True
+            return False
+        batch = tell(self._id, self._incarnation, before, after, wanted, self._drafts)
+        if gone:
+            batch += news.dropped(*self._named, gone, wanted)
+        put = self._feed.put
+        if self._tree is not before:  # from here to the call nothing comes in between
+            return False
+        self._tree = after
+        if batch:
+            put(batch)
+        return True
+
+    def _turn_to(self, after: SessionTree, gone: Iterable[bytes] = (), tell: Tell = news.changed) -> None:
+        """The same, whatever is shown."""
+        while not self._turn(self._tree, after, gone, tell):
+            pass
+
+    @property
+    def _named(self) -> tuple[str, int]:
+        return self._id, self._incarnation
 
     def _swap_durably(self, journal: Journal, operation: Callable[[SessionTree], tuple[SessionTree, T]]) -> T:
         """The same on disk: where changes are to be durable before anybody sees them, others may write behind this meanwhile."""
@@ -498,7 +591,8 @@ class Session:
                     raise
                 break
             if not journal.waits:
-                self._tree = self._written
+                while not self._turn(self._tree, self._written):
+                    pass
         if refused is not None:  # for what nobody may know of yet
             durable = journal.settles(waiting)
             self._settle_alone(journal)
@@ -509,9 +603,13 @@ class Session:
                     del refused  # which holds this frame
             return self._swap_durably(journal, operation)
         if not journal.waits:
+            self._feed.pass_on()
             journal.relieve()
             return result
-        journal.wait(waiting, partial(self._settle_alone, journal))
+        try:
+            journal.wait(waiting, partial(self._settle_alone, journal))
+        finally:
+            self._feed.pass_on()
         return result
 
     def _tell(self, journal: Journal) -> int:
@@ -543,6 +641,7 @@ class Session:
     def _settle_alone(self, journal: Journal) -> None:
         with self._lock:
             self._settle(journal)
+        self._feed.pass_on()
 
     def _settle(self, journal: Journal) -> None:
         """Show what has become durable; take back what was lost, and what was written behind it."""
@@ -560,18 +659,19 @@ class Session:
                 unsettled.clear()
                 self._written = self._told[0] = self._tree
                 return
-            if self._tree._precedes(written):
-                self._tree = written
+            while (shown := self._tree)._precedes(written) and not self._turn(shown, written):
+                pass
             if unsettled and unsettled[0] is first:  # nothing comes in between looking and taking
                 unsettled.popleft()
 
-    def _reload(self, journal: Journal) -> None:
-        """Something was lost: what is there is what the disk has."""
+    def _reload(self, journal: Journal, gone: Iterable[bytes] = ()) -> None:
+        """Something was lost, or dropped: what is there is what the disk has."""
         assert self._number is not None
         tree, pins = journal.tree(self._number)
         self._unsettled.clear()
         self._waiting = 0
-        self._tree = self._written = self._told[0] = tree
+        self._written = self._told[0] = tree
+        self._turn_to(tree, gone)
         self._pins = pins
         self._doubtful = False
 
@@ -584,6 +684,15 @@ class Session:
     def _show(self, journal: Journal) -> None:
         with self._lock:
             self._catch_up(journal)
+        self._feed.pass_on()
+
+    def _follow(self, tree: SessionTree, pins: dict[bytes, int]) -> None:
+        """Be what a writer has made of it by now."""
+        with self._lock:
+            self._written = self._told[0] = tree
+            self._turn_to(tree, tell=news.followed)
+            self._pins = pins
+        self._feed.pass_on()
 
     def truncate(self, node: Node | bytes, length: int) -> Node:
         """The first ``length`` tokens of a node's path. See :meth:`SessionTree.truncate`."""
@@ -727,7 +836,8 @@ class Session:
             drafts = (("an open draft", draft.parent) for draft in self._drafts())
             heads = ((f"head {name!r}", head.node) for name, head in tree._heads.items())
             tree._check_held(roots, itertools.chain(heads, pins, drafts))
-            return roots
+            ids = {root.id for root in roots}
+            return roots if len(ids) == 1 else [root for root in roots if not any(node.id in ids for node in root.path()[:-1])]
 
         if self._store._journal is None:
             self._drop_in_memory(checked)
@@ -739,14 +849,17 @@ class Session:
 
     def _drop_in_memory(self, doomed: Callable[[SessionTree], list[Node]]) -> None:
         self._check_alone(waits=False)
-
-        def drop(tree: SessionTree) -> tuple[SessionTree, None]:
-            self._dropped = True
-            roots = doomed(tree)
-            return tree.drop(*roots) if roots else tree, None
-
-        self._swap(drop)
-        self._written = self._told[0] = self._tree  # of no use in memory, but they would hold what was dropped
+        with self._lock:
+            while True:
+                self._check_open()
+                before = self._tree
+                self._dropped = True
+                roots = {node.id: node for node in doomed(before)}
+                if self._turn(before, before.drop(*roots.values()) if roots else before, roots):
+                    self._touch()
+                    break
+            self._written = self._told[0] = self._tree  # of no use in memory, but they would hold what was dropped
+        self._feed.pass_on()
 
     def _drop_durably(self, journal: Journal, doomed: Callable[[SessionTree], list[int]]) -> None:
         """``doomed``: given all there is, which is on disk, the ordinals of what is to go."""
@@ -765,8 +878,10 @@ class Session:
                     self._recorded(lambda: journal.drop(number, ordinals, self._waiting, self._told, tree))  # noqa: B023
                     break
             journal.flush()
-            self._reload(journal)
+            gone = dict.fromkeys(ordinals) if "nodes_dropped" in self._feed.wanted else ()
+            self._reload(journal, [tree._index.id_of(ordinal) for ordinal in gone])
             self._touch()
+        self._feed.pass_on()
 
     def _collect(self, recent: int) -> None:
         """Drop what nothing leads to. See :meth:`SessionStore.gc`."""
@@ -799,8 +914,26 @@ class Session:
     def close(self) -> None:
         """End this incarnation. Writes through it, and commits of its drafts, raise StaleSession from now on."""
         with self._lock:
-            self._closed = True
+            self._end()
         self._store._forget(self)
+        self._feed.pass_on()
+
+    def _end(self, *, expired: bool = False) -> None:
+        """Have ended; the lock is held."""
+        batch = news.closed(*self._named, self._feed.wanted, expired=expired)
+        put = self._feed.put
+        if not self._closed:  # from here to the call nothing comes in between
+            self._closed = True
+            if batch:
+                put(batch)
+
+    def _drop_whole(self, *, told: bool) -> None:
+        """Tell that it has ended, unless that was ``told``, and that all of it is forgotten; the lock is held."""
+        wanted = self._feed.wanted
+        batch = () if told else news.closed(*self._named, wanted)
+        batch += news.dropped(*self._named, [self.root.id], wanted)
+        if batch:
+            self._feed.put(batch)
 
     def _touch(self) -> None:
         """It is used now. Whoever does that holds its lock, or is the only one to know it."""
@@ -816,8 +949,9 @@ class Session:
                 return False
             if self._id in self._store._fresh:  # used since the store looked
                 return False
-            self._closed = True
+            self._end(expired=True)
         self._store._forget(self)
+        self._feed.pass_on()
         return True
 
     def _time_out_drafts(self, now: float, ttl: float) -> None:
@@ -826,7 +960,9 @@ class Session:
             return
         with self._lock:
             for draft in self._drafts():
-                draft._time_out(now, ttl)
+                if draft._times_out(now, ttl):
+                    self._end_draft(draft, "timed out")
+        self._feed.pass_on()
 
     # Memory
 

@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, NamedTuple
@@ -16,7 +17,7 @@ from weakref import ref
 
 import numpy as np
 
-from sessiontree import codec
+from sessiontree import codec, news
 from sessiontree.backends.base import Progress
 from sessiontree.backends.blobs import FeatureFolder
 from sessiontree.backends.segment_log import new_identity
@@ -36,6 +37,7 @@ from sessiontree.errors import (
     UnknownSession,
     Unsupported,
 )
+from sessiontree.events import DEFAULT_CAPACITY, Event, Feed, Kind, Sink, Subscription, checked_capacity, checked_kinds
 from sessiontree.features import DEFAULT_BUDGET as DEFAULT_FEATURE_BYTES
 from sessiontree.features import Features, FeatureStore
 from sessiontree.frozen import checked_text
@@ -53,6 +55,8 @@ from sessiontree.tokens import PathCache, as_index, in_range
 from sessiontree.tree import DEFAULT_PATH_CACHE_BYTES, SessionTree, limits_of, lineage_of, new_tree
 
 __all__ = ["Session", "SessionStore"]
+
+_logger = logging.getLogger(__name__)
 
 MAX_SESSION_ID: Final = 512
 _AT_ONCE: Final = 256  # sessions that gc looks at before others can be opened
@@ -114,6 +118,7 @@ class SessionStore:
             if ttl is not None and not _time(ttl, what) > 0:
                 raise OutOfRange(f"{what} is {ttl}, not above 0", value=ttl, limit=0)
         self._lock = new_lock()
+        self._feed = Feed()
         self._sessions: dict[str, Session] = {}
         self._opened = 0
         self._closed = False
@@ -197,6 +202,11 @@ class SessionStore:
             path, store._features, store._paths, store._nodes, durability=durability, read_only=read_only, strict=strict
         )
         store._features.files = FeatureFolder(os.path.join(path, "blobs"), read_only=read_only)
+        _logger.info("opened %r, %s", store, "read-only" if read_only else f"durability {durability}")
+        if store.recovered_bytes:
+            _logger.warning("%r: cut %d bytes of a commit that was never finished", store, store.recovered_bytes)
+        if store.damaged:
+            _logger.error("%r: damaged in %d places; it is only read", store, len(store.damaged))
         return store
 
     def create(
@@ -264,9 +274,18 @@ class SessionStore:
                 raise SessionExists(f"session {session_id!r} is open", session_id=session_id)
             self._opened += 1
             session = Session(session_id, self._opened, tree, self)
-            self._sessions[session_id] = session
+            self._put(session)
         session._touch()
+        self._feed.pass_on()
         return session
+
+    def _put(self, session: Session, *, again: bool = False) -> None:
+        """Have a session that was opened, and say so before anybody writes to it; the lock is held. ``again``: it was before."""
+        batch = news.opened(*session._named, session._tree, self._feed.wanted, again=again)
+        put, sessions, session_id = self._feed.put, self._sessions, session.id
+        sessions[session_id] = session  # from here to the call nothing comes in between
+        if batch:
+            put(batch)
 
     def _open_durably(
         self, journal: Journal, session_id: str, tree: SessionTree, tip: tuple[int, int] | None, drops: int
@@ -283,8 +302,9 @@ class SessionStore:
             number, incarnation = journal.create(session_id, tree, tip, drops)  # which may wait for the disk
             session = Session(session_id, incarnation, tree, self, number)
             with self._lock:
-                self._sessions[session_id] = session
+                self._put(session)
             session._touch()
+            self._feed.pass_on()
         finally:
             if mine:
                 self._creating.discard(session_id)
@@ -305,13 +325,18 @@ class SessionStore:
                 slept = self._asleep.pop(number)
                 incarnation = journal.opened(number) if slept is None else slept.incarnation
                 session = Session(session_id, incarnation, tree, self, number)
+                session._pins = pins
                 if slept is not None:
                     session._generations, session._last_used = slept.generations, slept.last_used
-            session._tree = session._written = session._told[0] = tree
-            session._pins = pins
-            self._wake(session_id)
-            with self._lock:
-                self._sessions[session_id] = session
+                self._wake(session_id)
+                with self._lock:
+                    if slept is None:
+                        self._put(session, again=True)
+                    else:  # it was open all the time
+                        self._sessions[session_id] = session
+            else:
+                session._follow(tree, pins)
+        self._feed.pass_on()
         return session
 
     def adopt(self, data: bytes | bytearray | memoryview) -> Draft:
@@ -446,12 +471,17 @@ class SessionStore:
         with self._lock:
             self._now = max(self._now, now)
         if self._draft_ttl is not None:
-            for session in tuple(self._sessions.values()):
+            for session in list(self._sessions.values()):
                 session._time_out_drafts(now, self._draft_ttl)
-        closed = [] if self._idle_ttl is None else self._expire(now, self._idle_ttl)
+        ended = [] if self._idle_ttl is None else self._expire(now, self._idle_ttl)
+        self._feed.pass_on()
+        closed = tuple(session_id for _, session_id in sorted(ended))
+        if closed:
+            some = ", ".join(map(repr, closed[:8]))
+            _logger.info("tick(%s) closed %d idle sessions: %s%s", now, len(closed), some, ", ..." if len(closed) > 8 else "")
         if self._memory_bytes is not None:
             self.evict(self._memory_bytes)
-        return tuple(session_id for _, session_id in sorted(closed))
+        return closed
 
     def _expire(self, now: float, idle_ttl: float) -> list[tuple[int, str]]:
         """Incarnation and id of the sessions that are closed now, since they lay idle for so long."""
@@ -462,7 +492,10 @@ class SessionStore:
             with self._opening:
                 for incarnation, number in self._asleep.expire(now, idle_ttl):
                     with suppress(CorruptTree):  # it has no name any more
-                        closed.append((incarnation, journal.session_id(number)))
+                        session_id = journal.session_id(number)
+                        closed.append((incarnation, session_id))
+                        if batch := news.closed(session_id, incarnation, self._feed.wanted, expired=True):
+                            self._feed.put(batch)
         return closed
 
     def _look(self) -> None:
@@ -515,6 +548,7 @@ class SessionStore:
             sessions = list(self._put_away_until(journal, target))
             if sessions:
                 journal.forget_numbers()
+            self._feed.pass_on()
         return Evicted(before.memory_bytes, self.usage().memory_bytes, features, paths, tuple(sessions))
 
     def _put_away_until(self, journal: Journal, target: int) -> Iterator[str]:
@@ -554,10 +588,13 @@ class SessionStore:
                         for node in (known() for _, known in nodes):
                             if node is not None:
                                 self._nodes.count(node)
+                        self._feed.tell(Event("evicted", session_id, sleeper.incarnation, nbytes=held))
                         return True
+        held = session._held
         if not session._lighten(journal):
             return False
         self._count_bytes(session)
+        self._feed.tell(Event("evicted", session_id, session.incarnation, nbytes=max(0, held - session._held)))
         return True
 
     def _settled(self, session_id: str, alive: ref[Session], number: int, sleeper: Sleeper, held: int) -> Session | None:
@@ -596,7 +633,9 @@ class SessionStore:
                     raise
                 finally:  # where it was interrupted, the journal knows whether it is gone
                     if session._closed:
+                        session._drop_whole(told=was)
                         self._forget(session)
+        self._feed.pass_on()
 
     def gc(self, *, recent: int | None = None, progress: Progress | None = None) -> GcReport:
         """Give back what was dropped: nodes, heads, aliases, and features that no node names any more.
@@ -619,10 +658,12 @@ class SessionStore:
                 raise Unsupported("gc was called in the middle of gc")
             self._collects = True
             try:
-                return self._gc(recent, progress)
+                report = self._gc(recent, progress)
             finally:
                 self._collects = False
                 self._awake = set()
+        _logger.info("gc of %r: %s", self, report)
+        return report
 
     def _gc(self, recent: int | None, progress: Progress | None) -> GcReport:
         journal = self._journal
@@ -661,6 +702,10 @@ class SessionStore:
                 found = ((number, journal.unreachable(number, recent, (), columns)) for number in asleep)
                 if dead := {number: ordinals for number, ordinals in found if ordinals}:
                     journal.drop_all(dead)
+                    wanted = self._feed.wanted
+                    for number, ordinals in dead.items() if "nodes_dropped" in wanted else ():
+                        self._feed.put(news.dropped(names[number], 0, journal.ids_of(columns, number, ordinals), wanted))
+            self._feed.pass_on()
 
     def _count(self) -> int:
         return sum(len(session._tree) - 1 for session in list(self._sessions.values()))
@@ -747,15 +792,57 @@ class SessionStore:
     def close(self) -> None:
         """Close every session. The store takes no more calls; closing it again does nothing."""
         with self._lock:
-            self._closed = True
+            first, self._closed = not self._closed, True
             open_sessions = list(self._sessions.values())
         for session in open_sessions:
             session.close()
-        with self._collecting:  # gc ends as soon as it sees that
-            if self._journal is not None:
-                self._journal.close()
-            self._features.close()
-            self._paths.clear()
+        try:
+            with self._collecting:  # gc ends as soon as it sees that
+                if self._journal is not None:
+                    self._journal.close()
+                self._features.close()
+                self._paths.clear()
+        finally:
+            self._feed.close()
+        if first:
+            _logger.info("closed %r", self)
+
+    def subscribe(
+        self,
+        capacity: int = DEFAULT_CAPACITY,
+        kinds: Iterable[Kind] | None = None,
+        *,
+        notify: Callable[[], object] | None = None,
+    ) -> Subscription:
+        """Be told what happens in this store from now on, in order. See :class:`~sessiontree.events.Subscription`.
+
+        What becomes visible after this has returned is told of. ``capacity``: how many events may wait to be read; what comes while
+        so many do is not kept, but counted, and an event of kind "lost" says so in its place. ``kinds``: those that are wanted;
+        None: all. ``notify``: called without arguments, on the thread that writes, when there is something to read and was nothing
+        before; it should be short. What it raises is logged. No writer waits for a subscriber, or fails for one.
+
+        Raises OutOfRange for a capacity below 1, Unsupported for a kind that there is not, and in a signal handler that comes in
+        while its thread writes; StoreClosed.
+        """
+        if notify is not None and not callable(notify):
+            raise TypeError(f"notify is called without arguments; a {type(notify).__name__} cannot be")
+        subscription = Subscription(self._feed, checked_capacity(capacity), checked_kinds(kinds), notify)
+        self._listen(subscription)
+        return subscription
+
+    def _listen(self, sink: Sink) -> None:
+        """Tell a sink what becomes visible from now on."""
+        self._check_open()
+        with self._lock:
+            open_sessions = tuple(self._sessions.values())
+        if self._feed.leading or any(session._lock._is_owned() for session in open_sessions):
+            raise Unsupported("nobody subscribes in the middle of an operation on a session, or while events are told")
+        self._feed.add(sink)
+        with self._lock:
+            open_sessions = tuple(self._sessions.values())
+        for session in open_sessions:  # who writes at this moment may not know yet that it is to tell
+            with session._lock:
+                pass
 
     def _wake(self, session_id: str) -> None:
         """A session is being opened; the lock for that is held."""

@@ -131,6 +131,12 @@ class NodeSource(Protocol):
 
     def find(self, node_id: bytes) -> int | None: ...
 
+    def differing(self, older: Any) -> tuple[Sequence[int], Sequence[int]]:
+        """Ordinals of the nodes here that an older look at the same session had not, and of those that only that one had.
+
+        Of the latter without those below them.
+        """
+
     def find_key(self, parent: int, key: str) -> Sequence[int]:
         """Ordinals of the children of ``parent`` that may have this key."""
 
@@ -262,6 +268,11 @@ class StoredIndex(NodeIndex):
         start = stop - len(turn.data) // TOKEN_BYTES
         content = (turn.role, turn.origin, turn.key, turn.media)
         return LoneNode(turn.id, parent_id, depth, start, stop, *content, rules, turn.data, details)
+
+    def id_of(self, ordinal: int) -> bytes:
+        """The id of the node of an ordinal, which is not read for it."""
+        below = self._below(ordinal)
+        return self.source.id_of(ordinal) if below is None else below.id
 
     def _below(self, ordinal: int) -> Node | None:
         """A node that is not one of the source's."""

@@ -230,7 +230,7 @@ def test_c37_c40_an_attempt_that_ends_badly_leaves_no_trace(life: Requests, endi
         there.abort()
     else:
         for now in (0.0, 10.0):
-            draft._time_out(now, 10.0)
+            life.session._time_out_drafts(now, 10.0)
         assert draft.how_closed == "timed out"
     assert tree_digest(life.session.tree) == digest
     second = life.turn(base, range(700, 764))

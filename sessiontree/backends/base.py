@@ -51,6 +51,10 @@ class Log(Protocol):
     def durable(self) -> int: ...
 
     @property
+    def lag(self) -> tuple[int, int]:
+        """How many batches were taken and are not known to be on disk, and about how many bytes they are."""
+
+    @property
     def leading(self) -> bool: ...
 
     @property

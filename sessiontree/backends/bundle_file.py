@@ -183,6 +183,7 @@ class BundleFile:
     read_only = True
     failed = False
     leading = False
+    lag = (0, 0)
     damaged: tuple[tuple[int, int, int], ...] = ()
     losses: tuple[tuple[int, int, int], ...] = ()
     first = SEGMENT

@@ -44,6 +44,7 @@ from __future__ import annotations
 import atexit
 import errno
 import itertools
+import logging
 import mmap
 import os
 import sys
@@ -92,6 +93,8 @@ from sessiontree.errors import CorruptTree, IncompatibleStore, LimitExceeded, St
 from sessiontree.locks import new_lock
 
 __all__ = ["ENTRY", "PREFIX_SIZE", "Durability", "Lease", "SegmentLog"]
+
+_logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -261,6 +264,7 @@ class SegmentLog:
         self._synced = 0
         self._written = 0
         self._durable = 0
+        self._unsynced = 0  # bytes that are written
         self._followed = 0
         self._due = 0
         self._crowd = 0  # batches in the last frame that was synced
@@ -413,6 +417,19 @@ class SegmentLog:
         """Whether this thread is in the middle of writing, so that nothing that comes in here can wait."""
         return self._leader == get_ident()
 
+    @property
+    def lag(self) -> tuple[int, int]:
+        """How many batches were taken and are neither durable nor lost, and about how many bytes they are."""
+        base, items, frame, _ = self._queue
+        batches, end = items[:], self._end
+        size = sum(size for _, size in batches) + self._unsynced
+        count = base - self._written + len(batches)
+        if frame is not None and frame.end is not end:
+            size += frame.end.offset - end.offset
+        if self._durability == "relaxed":
+            count += self._written - self._durable
+        return max(0, count), max(0, size)
+
     def is_durable(self, number: int) -> bool | None:
         """Whether that batch is durable; False where it never will be, None while that is open."""
         if number <= self._durable and not self._queue[3]:
@@ -505,11 +522,15 @@ class SegmentLog:
         return _never_durable(reason, self._durable + 1, self.enqueued, error)
 
     def _stop(self, reason: str, error: OSError) -> StoreFailed:
+        first = self._failure is None
         with self._mutex:
             if self._failure is None:
                 self._failure = reason, error
             self._refused = True
-        return self._failed()
+        failed = self._failed()
+        if first:
+            _logger.error("%s", failed)
+        return failed
 
     def _reject(self, error: OSError) -> None:
         """Undo a failed write on the disk, and lose all batches in line: a later one may rest on an earlier one."""
@@ -658,6 +679,8 @@ class SegmentLog:
             self._roll()
 
     def _publish(self, frame: Frame) -> None:
+        if self._durability == "relaxed":
+            self._unsynced += frame.end.offset - self._end.offset  # to do it twice is to do it once, from the next line on
         self._put(frame)
         if self._durability != "relaxed":
             self._synced = frame.end.sequence
@@ -683,7 +706,7 @@ class SegmentLog:
         end, written = self._end, self._written
         if end.fd >= 0 and self._synced < end.sequence:
             self._sync_fd(end.fd)
-        self._synced, self._durable = end.sequence, written
+        self._synced, self._durable, self._unsynced = end.sequence, written, 0
 
     def _sync_fd(self, fd: int) -> None:
         try:
@@ -902,7 +925,7 @@ class SegmentLog:
             raise
         self._sync_fd(frame.end.fd)  # all of the segment, under relaxed too
         self._put(frame)
-        self._synced, self._durable = frame.end.sequence, self._written
+        self._synced, self._durable, self._unsynced = frame.end.sequence, self._written, 0
 
     def sweep(self) -> bool:
         """Remove what stands before the beginning, if nobody reads it any more. True: nothing is left of it.

@@ -20,8 +20,9 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar
@@ -29,6 +30,7 @@ from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar
 from sessiontree.details import TailPolicy
 from sessiontree.draft import Draft
 from sessiontree.errors import StoreClosed
+from sessiontree.events import DEFAULT_CAPACITY, Event, Kind
 from sessiontree.heads import Head
 from sessiontree.journal import Wait, waits_handed_over
 from sessiontree.locks import new_lock
@@ -36,7 +38,7 @@ from sessiontree.node import Node
 from sessiontree.session import Session
 from sessiontree.store import SessionStore
 
-__all__ = ["AsyncSession", "AsyncStore"]
+__all__ = ["AsyncSession", "AsyncStore", "AsyncSubscription"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -372,6 +374,51 @@ class AsyncSession:
         return f"<AsyncSession of {self.session!r}>"
 
 
+class AsyncSubscription:
+    """Events of a store from the moment on that it was made, awaited one by one. Made by :meth:`AsyncStore.subscribe`.
+
+    It ends when it or its store is closed and all events are read. ``subscription``: what it is a front of. It belongs to the
+    loop on which it was made.
+    """
+
+    __slots__ = ("_events", "_there", "subscription")
+
+    def __init__(self, store: SessionStore, capacity: int, kinds: Iterable[Kind] | None) -> None:
+        loop, there = asyncio.get_running_loop(), asyncio.Event()
+
+        def notify() -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits there
+                loop.call_soon_threadsafe(there.set)
+
+        self._there = there
+        self._events: deque[Event] = deque()
+        self.subscription = store.subscribe(capacity, kinds, notify=notify)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._events:
+            self._there.clear()
+            closed = self.subscription.closed
+            self._events.extend(self.subscription.poll())
+            if not self._events:
+                if closed:
+                    raise StopAsyncIteration
+                await self._there.wait()
+        return self._events.popleft()
+
+    def close(self) -> None:
+        """Be told nothing any more."""
+        self.subscription.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
 def _opened(method: Callable[P, SessionStore]) -> Callable[Concatenate[type[AsyncStore], P], Async[AsyncStore]]:
     """A store that is opened on a thread; where nobody waits for it any more, it is closed again."""
 
@@ -433,6 +480,10 @@ class AsyncStore:
     get_features = _of_store(SessionStore.get_features)
     drop_features = _of_store(SessionStore.drop_features)
     aliased_media = _of_store(SessionStore.aliased_media)
+
+    def subscribe(self, capacity: int = DEFAULT_CAPACITY, kinds: Iterable[Kind] | None = None) -> AsyncSubscription:
+        """Be told what happens in the store from now on, in order. See :meth:`SessionStore.subscribe`."""
+        return AsyncSubscription(self.store, capacity, kinds)
 
     async def flush(self) -> None:
         """Wait until all that any session has written is on disk. See :meth:`SessionStore.flush`."""

@@ -101,7 +101,7 @@ class Sink(Protocol):
         """Take a batch, once; the feed's lock is held."""
 
     def _wake(self) -> None:
-        """Something has come that was waited for; no lock is held for it."""
+        """Something has come that was waited for, or nothing more will; no lock is held for it."""
 
     def _end(self) -> None:
         """Nothing more will come; the feed's lock is held."""
@@ -207,18 +207,21 @@ class Feed:
             self._set(tuple(each for each in self._sinks if each() is not sink))
 
         self.alone(remove)
+        sink._wake()
 
     def close(self) -> None:
         """There is nothing more to tell."""
 
-        def close() -> None:
+        def close() -> list[Sink]:
             self._closed = True
-            for each in self._sinks:
-                if (sink := each()) is not None:
-                    sink._end()
+            ended = [sink for each in self._sinks if (sink := each()) is not None]
+            for sink in ended:
+                sink._end()
             self._set(())
+            return ended
 
-        self.alone(close)
+        for sink in self.alone(close):
+            sink._wake()
 
     def _drain(self) -> None:
         """Tell what is in the inbox; the lock is held."""
@@ -419,6 +422,7 @@ class Subscription:
             self._gates.remove(gate)
 
     def _end(self) -> None:
+        self._due = self._due or not self._closed
         self._closed = True
         self._open_gates()
 

@@ -819,7 +819,8 @@ class SessionStore:
         What becomes visible after this has returned is told of. ``capacity``: how many events may wait to be read; what comes while
         so many do is not kept, but counted, and an event of kind "lost" says so in its place. ``kinds``: those that are wanted;
         None: all. ``notify``: called without arguments, on the thread that writes, when there is something to read and was nothing
-        before; it should be short. What it raises is logged. No writer waits for a subscriber, or fails for one.
+        before, and when it is closed; it should be short. What it raises is logged. No writer waits for a subscriber, or fails for
+        one.
 
         Raises OutOfRange for a capacity below 1, Unsupported for a kind that there is not, and in a signal handler that comes in
         while its thread writes; StoreClosed.

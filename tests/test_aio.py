@@ -799,7 +799,7 @@ def test_operations_show_the_signatures_of_what_they_are_fronts_of() -> None:
                 name.startswith("_")
                 or not callable(method)
                 or not hasattr(behind, name)
-                or name in ("fork", "flush", "head", "heads")
+                or name in ("fork", "flush", "head", "heads", "subscribe")
             ):
                 continue
             assert inspect.iscoroutinefunction(method), name
@@ -889,3 +889,47 @@ def test_64_tasks_do_what_an_oracle_says(durability: Any) -> None:
                 oracle.check(again)
 
     run(work())
+
+
+def test_events_are_awaited_from_the_subscription_on_to_the_closing_of_the_store() -> None:
+    async def work() -> list[tuple[str, str]]:
+        store = opened(Disk())
+        await created(store, "before")
+        seen = store.subscribe()
+        waiting = asyncio.ensure_future(anext(seen))
+        await asyncio.sleep(0)
+        session = await created(store, "s")
+        first = await waiting
+        node = await session.append(session.session.root, [1])
+        await asyncio.to_thread(session.session.set_head, "main", node)  # beside the front
+        told = [first, await anext(seen), await anext(seen)]
+        late = asyncio.ensure_future(anext(seen, None))
+        await asyncio.sleep(0)
+        await store.close()
+        told += [event for event in (await late, *[event async for event in seen]) if event is not None]
+        assert await anext(seen, None) is None
+        return [(event.kind, event.session_id) for event in told]
+
+    expected = [("session_opened", "s"), ("node_committed", "s"), ("head_moved", "s")]
+    assert asyncio.run(work())[:3] == expected
+
+
+def test_a_subscription_that_is_closed_ends_and_so_does_one_whose_loop_is_gone() -> None:
+    store = opened(Disk())
+
+    async def work() -> int:
+        async with store.subscribe(kinds=["node_committed"]) as seen:
+            session = await created(store, "s")
+            await session.append(session.session.root, [1])
+            seen.close()
+            return len([event async for event in seen])
+
+    assert asyncio.run(work()) == 1
+
+    async def leave() -> Any:
+        return store.subscribe(), await created(store, "t")
+
+    seen, session = asyncio.run(leave())
+    session.session.append(session.session.root, [2])  # its loop is closed; no writer minds
+    assert [event.kind for event in seen.subscription.poll()] == ["session_opened", "node_committed"]
+    store.store.close()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
+from sys import getsizeof
 from types import TracebackType
 from typing import Any, Final, Literal, NoReturn, Protocol
 
@@ -50,6 +51,7 @@ from sessiontree.turns import Turn, plan_turn
 
 REFUSED_FINISH_REASONS: Final = frozenset({"abort", "error"})
 MAX_STATE_BYTES: Final = 2**20
+DRAFT_BYTES: Final = 700  # of a draft without tokens and states: measured
 
 HowClosed = Literal["committed", "aborted", "timed out", "handed over"]
 #: Openings of sessions that a draft has been in: each the identity of a store and an incarnation there, a store at most once.
@@ -200,7 +202,12 @@ class Draft:
 
     def _check_open(self) -> None:
         if self._how_closed is not None:
-            raise DraftClosed(f"{self!r} was {self._how_closed}")
+            raise DraftClosed(f"{self!r} was {self._how_closed}", draft=self)
+
+    def touch(self) -> None:
+        """Say that it is still wanted, though it waits for its turn: its time-out begins anew. Raises DraftClosed."""
+        self._check_open()
+        self._used = True
 
     def rollback(self, length: int) -> None:
         """Keep its first ``length`` tokens (speculative decoding), the state that was current there, and what is computed of them.
@@ -456,6 +463,10 @@ class Draft:
         first, last = window(start, stop, self.stop)
         return self.parent.media_spans(min(first, self.start), min(last, self.start))
 
+    def _held_bytes(self) -> int:
+        """What it takes in memory: tokens, states, and itself."""
+        return DRAFT_BYTES + getsizeof(self._tokens) + sum(getsizeof(state) for _, state in self._states)
+
     def __len__(self) -> int:
         return len(self._tokens)
 
@@ -464,7 +475,8 @@ class Draft:
 
     def __repr__(self) -> str:
         how = self._how_closed or "open"
-        return f"<Draft {how} tokens=[{self.start}, {self.stop}) role={self.role!r} under {self.parent.id[:4].hex()}>"
+        where = f"tokens=[{self.start}, {self.stop}) role={self.role!r} under {self.parent.id[:4].hex()}"
+        return f"<Draft {self.key!r} {how} {where}>"
 
     def __reduce__(self) -> Any:
         raise TypeError("a draft belongs to its session and is not pickled; hand_over gives bytes")

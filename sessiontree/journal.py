@@ -49,6 +49,7 @@ R = TypeVar("R", codec.SessionRecord, codec.HeadRecord, codec.DropRecord)
 MISSING: Final = -1  # the place of a node that is nowhere
 _REMEMBERED: Final = 64  # batches, after which those that are durable are forgotten
 _FEW: Final = 16  # ids looked for one by one before they are sorted, or records that are read one by one
+_LISTED_BYTES: Final = 112  # of an id and a number
 _BATCH: Final = 4096  # records of which the entries are looked at together
 
 
@@ -232,6 +233,11 @@ class SessionNodes:
 
     def __len__(self) -> int:
         return len(self._places)
+
+    @property
+    def nbytes(self) -> int:
+        tables = (*(self._by_id or ()), *(self._by_parent or ()))
+        return int(self._places.nbytes) + sum(int(table.nbytes) for table in tables)
 
     def has(self, ordinal: int) -> bool:
         return ordinal < self.first or bool(self._places[ordinal - self.first] != MISSING)
@@ -565,6 +571,7 @@ class Journal:
             self._log.flush()
         except StoreFailed as error:
             raise self._naming(error) from error.__cause__
+        self._forget_durable()
 
     def _naming(self, error: StoreFailed) -> StoreFailed:
         """The same error with the nodes that it is about."""
@@ -575,14 +582,16 @@ class Journal:
         return type(error)(f"{error}{named}", numbers=numbers, nodes=tuple(lost))
 
     def _remember(self, number: int, nodes: tuple[bytes, ...]) -> int:
-        underway = self._underway
-        underway.append((number, nodes))
+        self._underway.append((number, nodes))
         if not number % _REMEMBERED:
-            durable = self._log.durable
-            with self._lock:
-                known = next((at for at, (waiting, _) in enumerate(underway) if waiting > durable), len(underway))
-                del underway[:known]
+            self._forget_durable()
         return number
+
+    def _forget_durable(self) -> None:
+        underway, durable = self._underway, self._log.durable
+        with self._lock:
+            known = next((at for at, (waiting, _) in enumerate(underway) if waiting > durable), len(underway))
+            del underway[:known]
 
     def close(self) -> None:
         self._log.close()
@@ -724,13 +733,17 @@ class Journal:
                 found[number] = session_id
         return {number: found[number] for number in sorted(found)}
 
-    def session_id(self, number: int) -> str:
-        """The id of a stored session. Raises CorruptTree."""
+    def names_of(self, numbers: Sequence[int]) -> dict[int, str]:
+        """The ids of stored sessions by number, without those whose records are damaged."""
+        if not numbers:
+            return {}
         columns = self.columns()
-        places = columns.places(codec.SESSION, number)
-        if not len(places):
-            raise CorruptTree(f"of session {number} no sound record is left", session=number)
-        return self._session(columns, places[0]).session_id
+        places = columns.places(codec.SESSION)
+        found: dict[int, str] = {}
+        for place in places[np.isin(columns.sessions[places], numbers)].tolist():
+            with suppress(CorruptTree):
+                found.setdefault(int(columns.sessions[place]), self._session(columns, place).session_id)
+        return found
 
     def tip_of(self, number: int) -> tuple[int, int] | None:
         """Of a stored fork: the number of the session it was made from, and the ordinal of the node it was made at."""
@@ -1024,13 +1037,14 @@ class Journal:
         return {(each.namespace, each.alias): each.identity for each in records if isinstance(each, codec.AliasRecord)}
 
     def index_bytes(self) -> int:
-        """Bytes of what finds records and sessions."""
+        """Bytes of what finds records and sessions, and of records that wait for the disk."""
         columns = self._columns
         entries = self._log.entries()
         rows = entries if entries.base is None else entries.base  # with the room behind them
         own = [rows, columns.kinds, columns.sessions, columns.ordinals, columns.parents, columns.others()]
         own += columns.__dict__.get("_sessions_by_name", ())
-        return sum(each.nbytes for each in own) + getsizeof(self._ids)
+        listed = getsizeof(self._listed) + _LISTED_BYTES * len(self._listed)
+        return sum(each.nbytes for each in own) + getsizeof(self._ids) + listed + self.lag[1]
 
     def check_writable(self) -> None:
         """Raises Unsupported where it is only read, CorruptTree where damage was found."""

@@ -33,7 +33,7 @@ _OWN_REFERENCES: Final = 4  # of a string that one map holds: its own, and those
 _BYTES: Final = getsizeof(b"")
 # Measured: what writes to an extent; of a persistent map, one more version that differs by an entry.
 _PEN_BYTES: Final = 544
-_CALLS_BYTES: Final = 950
+_CALLS_BYTES: Final = 720
 _GROWN_BYTES: Final = getsizeof((0, 0)) + 2 * _INT
 _LOADED_BYTES: Final = 340  # of what finds a node that was read from disk, and counts it
 
@@ -68,6 +68,9 @@ def node_bytes(node: Node) -> int:
         total += getsizeof(up.block)
     if key is not None:
         total += getsizeof(key)
+    role = node.role
+    if getrefcount(role) <= _OWN_REFERENCES:
+        total += getsizeof(role)
     if node.media or state.open_blocks or state.carried or node.replayed is not None or node.runs.__class__ is not int:
         total += deep_bytes(node.media, node.runs, node.replayed, state.open_blocks, state.carried)
     elif node.runs > _SMALL:
@@ -81,8 +84,10 @@ def node_bytes(node: Node) -> int:
 
 def details_bytes(details: Details, before: Details) -> int:
     """What details take beside those of the node before, with which they may share the calls that are open."""
+    reason = details.finish_reason
     calls = 0 if details.open_calls is before.open_calls else _CALLS_BYTES
-    return getsizeof(details) + deep_bytes(details.metadata, details.links) + calls
+    text = getsizeof(reason) if getrefcount(reason) <= _OWN_REFERENCES else 0
+    return getsizeof(details) + deep_bytes(details.metadata, details.links) + text + calls
 
 
 class Ledger:

@@ -11,11 +11,12 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, get_args
 from weakref import ref
 
 import numpy as np
 
+from sessiontree.draft import HowClosed
 from sessiontree.errors import NeedsExtra, Unsupported
 from sessiontree.events import Batch
 from sessiontree.locks import new_lock
@@ -103,7 +104,7 @@ class StoreMetrics:
         )
         ratio = "path_tokens_committed_total over tokens_committed_total: how many times as much as is stored; 1 before any."
         yield self._gauge("dedupe_ratio", ratio, paths / stored if stored else 1.0)
-        yield self._counter("drafts", "Drafts that were opened, committed, aborted.", dict(meter.drafts), "event")
+        yield self._counter("drafts", "Drafts by what became of them, and those opened.", dict(meter.drafts), "event")
         yield self._counter("sessions_expired", "Sessions that were closed because they lay idle.", tally.expired)
         yield self._counter("sessions_evicted", "Times that a session left memory for the disk.", tally.evicted)
         yield self._counter("evicted_bytes", "Bytes of memory that evictions gave back.", tally.evicted_bytes)
@@ -237,7 +238,7 @@ class _Meter:
 
     def __init__(self) -> None:
         self.appends, self.commits = _Latency(), _Latency()
-        self.drafts = {"opened": 0, "committed": 0, "aborted": 0}
+        self.drafts = dict.fromkeys(("opened", *get_args(HowClosed)), 0)
         self._lock = new_lock()
 
     def appended(self, begun: float) -> None:

@@ -64,9 +64,10 @@ T = TypeVar("T")
 Tell = Callable[[str, int, SessionTree, SessionTree, frozenset[str], news.Drafts], Batch]
 
 #: What a session takes beside its nodes and what finds them: measured, as everything that is made with one.
-SESSION_BYTES: Final = 4_800
+SESSION_BYTES: Final = 4_740
+_ROOT_BYTES: Final = 1_200
 _HEADS_BYTES: Final = 1_500  # the map of its heads, and each of them
-_HEAD_BYTES: Final = 250
+_HEAD_BYTES: Final = 195
 
 
 class Home(Protocol):
@@ -105,6 +106,7 @@ class Session:
         "_incarnation",
         "_kept",
         "_last_used",
+        "_light",
         "_limits",
         "_lock",
         "_number",
@@ -138,6 +140,7 @@ class Session:
         self._pins: dict[bytes, int] = {}  # ids of the pinned nodes
         self._dropped = False  # whether nodes ever were, so that one that was found before may be gone
         self._doubtful = False  # whether something may have been recorded that is not seen here
+        self._light: SessionTree | None = None  # a tree of which no node is here for the session's sake
         self._kept: tuple[Node, ...] = ()  # what pins hold, of a session whose other nodes went to disk
         self._held = 0  # bytes that were counted for it when the store looked last
         self._last_used = -math.inf  # the time when it was, as told by then
@@ -968,13 +971,16 @@ class Session:
 
     def _count_bytes(self) -> int:
         """What its nodes and what finds them take by now, those that were read from disk left out."""
-        heads = len(self._written._heads)
-        total = SESSION_BYTES + getsizeof(self._pins) + (_HEADS_BYTES + _HEAD_BYTES * heads if heads else 0)
+        heads = self._tree._heads
+        total = SESSION_BYTES + getsizeof(self._id) + getsizeof(self._pins)
+        if heads:
+            total += _HEADS_BYTES + sum(_HEAD_BYTES + getsizeof(name) for name in heads)
         for tree in (self._written, self._tree):
             index: NodeIndex | None = tree._index
             while index is not None:
-                if not isinstance(index, StoredIndex):
-                    total += index.held_bytes()
+                total += index.held_bytes()
+                if index.tip is not None:
+                    total -= _ROOT_BYTES  # that of the session it was forked from
                 if index.is_orphan:
                     assert index.tip is not None
                     self._store._nodes.count_path(index.tip)
@@ -1002,6 +1008,11 @@ class Session:
             if self._number is None or not self._rests(journal):
                 return False
             tree, told = self._tree, self._told
+            if tree is self._light:
+                base = tree._index.base
+                if isinstance(base, StoredIndex):
+                    base.forget()
+                return False
             kept = tuple(tree.node(pin) for pin in self._pins)
             held = self._refs()
             fresh, _ = journal.stored(self._number)
@@ -1015,10 +1026,17 @@ class Session:
             stored = fresh._index.base
             assert isinstance(stored, StoredIndex)
             stored.forget()
-            for ordinal, known in held:
+            self._light = fresh
+            self._adopt_nodes(held)
+            return True
+
+    def _adopt_nodes(self, nodes: Iterable[tuple[int, ref[Node]]]) -> None:
+        """Give out those that live as its own, though it is read from the disk."""
+        stored = self._tree._index.base
+        if isinstance(stored, StoredIndex):
+            for ordinal, known in nodes:
                 if (node := known()) is not None:
                     stored.adopt(ordinal, node)
-            return True
 
     def _refs(self) -> list[tuple[int, ref[Node]]]:
         """Its nodes in memory, with their ordinals, without holding them."""

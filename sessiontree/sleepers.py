@@ -45,15 +45,19 @@ class Sleepers:
             self._count += not self._rows[number]["incarnation"]
             self._rows[number] = sleeper
 
-    def pop(self, number: int) -> Sleeper | None:
-        """What was put there, no longer asleep."""
+    def get(self, number: int) -> Sleeper | None:
+        """What was put there."""
         with self._lock:
             if number >= len(self._rows) or not self._rows[number]["incarnation"]:
                 return None
-            found = Sleeper(*self._rows[number].item())
-            self._rows[number] = Sleeper(0, 0, 0.0)
-            self._count -= 1
-            return found
+            return Sleeper(*self._rows[number].item())
+
+    def remove(self, number: int) -> None:
+        """It is asleep no longer."""
+        with self._lock:
+            if self.get(number) is not None:
+                self._rows[number] = Sleeper(0, 0, 0.0)
+                self._count -= 1
 
     def expire(self, now: float, idle_ttl: float) -> list[tuple[int, int]]:
         """(incarnation, number) of those that lay idle for so long, no longer asleep."""

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, NamedTuple
@@ -24,7 +24,6 @@ from sessiontree.backends.segment_log import new_identity
 from sessiontree.compaction import GcReport, compact
 from sessiontree.draft import NOWHERE, Draft
 from sessiontree.errors import (
-    CorruptTree,
     IncompatibleStore,
     KeyTaken,
     NodeHeld,
@@ -66,7 +65,8 @@ class Usage(NamedTuple):
     """What a store holds in memory. Bytes are those really held, each beside its budget.
 
     ``sessions``: those that are open, ``asleep_sessions`` of which were evicted and wait on disk. ``node_bytes``: sessions, their
-    nodes and tokens, and what finds them. ``index_bytes``: what finds sessions and records on disk.
+    nodes and tokens, and what finds them. ``draft_bytes``: open drafts. ``index_bytes``: what finds sessions and
+    records on disk, and records that wait for it.
     """
 
     sessions: int
@@ -76,13 +76,14 @@ class Usage(NamedTuple):
     path_cache_budget_bytes: int
     asleep_sessions: int = 0
     node_bytes: int = 0
+    draft_bytes: int = 0
     index_bytes: int = 0
     memory_budget_bytes: int | None = None
 
     @property
     def memory_bytes(self) -> int:
         """All of it."""
-        return self.feature_bytes + self.path_cache_bytes + self.node_bytes + self.index_bytes
+        return self.feature_bytes + self.path_cache_bytes + self.node_bytes + self.draft_bytes + self.index_bytes
 
 
 class Evicted(NamedTuple):
@@ -131,6 +132,7 @@ class SessionStore:
         self._memory_bytes = None if memory_bytes is None else in_range(memory_bytes, sys.maxsize, "memory_bytes", "a store")
         self._now = -math.inf
         self._asleep = Sleepers()
+        self._survivors: dict[int, Sequence[tuple[int, ref[Node]]]] = {}  # of those asleep, nodes that somebody held
         self._fresh: dict[str, Session] = {}
         self._uses: Iterator[int] = itertools.count(1)
         self._nodes = HeldNodes()
@@ -177,11 +179,12 @@ class SessionStore:
 
         ``durability``: when a change is on disk. "commit": when the call that made it returns, and nobody sees it before.
         "group": soon after, many at a time; :meth:`flush` waits for it. "relaxed": at the next flush or close. ``read_only``:
-        beside a process that writes, or before one does, following it at every :meth:`get` and :meth:`sessions`, which take the
-        sessions that were got before along; nothing is created then. ``strict``: refuse a store in which opening finds damage
-        before the end; what the sidecars vouch for is checked when it is read. False: read everything now, and serve what is sound
-        of it, to be read only: a head is then the last of which a sound record is left, and :attr:`Head.uncertain` where damage may
-        hide a later one. See :attr:`damaged` and :attr:`damaged_sessions`.
+        beside a process that writes, or before one does, following it: :meth:`sessions` lists what is there by now, and
+        :meth:`get` takes the session that it got before along; nothing is created then. ``strict``: refuse a store in
+        which opening finds damage before the end; what the sidecars vouch for is checked when it is read. False: read
+        everything now, and serve what is sound of it, to be read only: a head is then the last of which a sound record is
+        left, and :attr:`Head.uncertain` where damage may hide a later one. See :attr:`damaged` and
+        :attr:`damaged_sessions`.
 
         Sessions are read as they are asked for: opening looks at none of them, and reading a path takes memory for that path. A
         session that was closed is opened again by :meth:`get`. ``memory_bytes``: what :meth:`tick` has the store hold in memory at
@@ -322,18 +325,20 @@ class SessionStore:
                 return None
             tree, pins = journal.tree(number)
             if session is None or session._number != number:  # or it was dropped, and made again
-                slept = self._asleep.pop(number)
+                slept = self._asleep.get(number)
                 incarnation = journal.opened(number) if slept is None else slept.incarnation
                 session = Session(session_id, incarnation, tree, self, number)
                 session._pins = pins
                 if slept is not None:
                     session._generations, session._last_used = slept.generations, slept.last_used
+                    session._adopt_nodes(self._survivors.pop(number, ()))
                 self._wake(session_id)
                 with self._lock:
                     if slept is None:
                         self._put(session, again=True)
                     else:  # it was open all the time
                         self._sessions[session_id] = session
+                        self._asleep.remove(number)
             else:
                 session._follow(tree, pins)
         self._feed.pass_on()
@@ -490,12 +495,15 @@ class SessionStore:
         journal = self._journal
         if journal is not None:
             with self._opening:
-                for incarnation, number in self._asleep.expire(now, idle_ttl):
-                    with suppress(CorruptTree):  # it has no name any more
-                        session_id = journal.session_id(number)
-                        closed.append((incarnation, session_id))
-                        if batch := news.closed(session_id, incarnation, self._feed.wanted, expired=True):
-                            self._feed.put(batch)
+                expired = self._asleep.expire(now, idle_ttl)
+                names = journal.names_of([number for _, number in expired])
+                for incarnation, number in expired:
+                    self._survivors.pop(number, None)
+                    if (session_id := names.get(number)) is None:
+                        continue  # its record is damaged, so that it has no name any more
+                    closed.append((incarnation, session_id))
+                    if batch := news.closed(session_id, incarnation, self._feed.wanted, expired=True):
+                        self._feed.put(batch)
         return closed
 
     def _look(self) -> None:
@@ -548,6 +556,9 @@ class SessionStore:
             sessions = list(self._put_away_until(journal, target))
             if sessions:
                 journal.forget_numbers()
+            for number, left in list(self._survivors.items()):
+                if not any(known() is not None for _, known in left):
+                    self._survivors.pop(number, None)
             self._feed.pass_on()
         return Evicted(before.memory_bytes, self.usage().memory_bytes, features, paths, tuple(sessions))
 
@@ -574,8 +585,10 @@ class SessionStore:
             lock, alive = session._lock, ref(session)
             with lock:  # whoever writes to the session comes in before or after
                 number = session._number
-                if number is not None and session._at_rest(journal):
-                    sleeper = Sleeper(session.incarnation, session._generations, session._last_used)
+                # Where others write, a session that is looked at again says what is new in it, so it stays.
+                if number is not None and not journal.follows and session._at_rest(journal):
+                    used = session_id in self._fresh  # since the store looked
+                    sleeper = Sleeper(session.incarnation, session._generations, self._now if used else session._last_used)
                     nodes, held = session._refs(), session._held
                     try:
                         with self._lock:
@@ -583,30 +596,43 @@ class SessionStore:
                             self._fresh.pop(session_id, None)
                         del session  # here it goes, where nobody else holds it
                     finally:
-                        session = self._settled(session_id, alive, number, sleeper, held)
+                        session = self._settled(session_id, alive, number, sleeper, held, used=used)
                     if session is None:
-                        for node in (known() for _, known in nodes):
-                            if node is not None:
-                                self._nodes.count(node)
+                        self._leave(number, nodes)
                         self._feed.tell(Event("evicted", session_id, sleeper.incarnation, nbytes=held))
                         return True
-        held = session._held
+        before = self._held + self._nodes.held_bytes()
         if not session._lighten(journal):
             return False
         self._count_bytes(session)
-        self._feed.tell(Event("evicted", session_id, session.incarnation, nbytes=max(0, held - session._held)))
-        return True
+        freed = before - self._held - self._nodes.held_bytes()
+        if freed > 0:
+            self._feed.tell(Event("evicted", session_id, session.incarnation, nbytes=freed))
+        return freed > 0
 
-    def _settled(self, session_id: str, alive: ref[Session], number: int, sleeper: Sleeper, held: int) -> Session | None:
+    def _settled(
+        self, session_id: str, alive: ref[Session], number: int, sleeper: Sleeper, held: int, *, used: bool
+    ) -> Session | None:
         """Whether a session that was let go is asleep now: the session, in its place again, where somebody holds it."""
         session = alive()
         with self._lock:
-            if session is not None:
-                self._sessions[session_id] = session
-            else:
+            if session is None:
                 self._held -= held
                 self._asleep.put(number, sleeper)
+            else:
+                self._sessions[session_id] = session
+                if used:
+                    self._fresh[session_id] = session
         return session
+
+    def _leave(self, number: int, nodes: Iterable[tuple[int, ref[Node]]]) -> None:
+        """A session fell asleep: those of its nodes that somebody holds are counted, and are its own when it wakes."""
+        left = [(ordinal, known) for ordinal, known in nodes if known() is not None]
+        for node in (known() for _, known in left):
+            if node is not None:
+                self._nodes.count(node)
+        if left:
+            self._survivors[number] = left
 
     def drop(self, session_id: str) -> None:
         """Forget a session and close it. What was forked from it keeps its path; :meth:`gc` gives the rest back.
@@ -704,7 +730,8 @@ class SessionStore:
                     journal.drop_all(dead)
                     wanted = self._feed.wanted
                     for number, ordinals in dead.items() if "nodes_dropped" in wanted else ():
-                        self._feed.put(news.dropped(names[number], 0, journal.ids_of(columns, number, ordinals), wanted))
+                        slept, gone = self._asleep.get(number), journal.ids_of(columns, number, ordinals)
+                        self._feed.put(news.dropped(names[number], 0 if slept is None else slept.incarnation, gone, wanted))
             self._feed.pass_on()
 
     def _count(self) -> int:
@@ -785,9 +812,13 @@ class SessionStore:
             path_cache_budget_bytes=paths.budget_bytes,
             asleep_sessions=asleep,
             node_bytes=self._held + self._nodes.held_bytes(),
+            draft_bytes=sum(draft._held_bytes() for session in self._drafting() for draft in session._drafts()),
             index_bytes=self._asleep.nbytes + (0 if journal is None else journal.index_bytes()),
             memory_budget_bytes=self._memory_bytes,
         )
+
+    def _drafting(self) -> list[Session]:
+        return [session for session in list(self._sessions.values()) if len(session._open_drafts)]
 
     def close(self) -> None:
         """Close every session. The store takes no more calls; closing it again does nothing."""

@@ -100,6 +100,10 @@ class NodeSource(Protocol):
     missing: int
     lenient: bool
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables by which nodes are found."""
+
     def __len__(self) -> int: ...
 
     def has(self, ordinal: int) -> bool: ...
@@ -201,6 +205,11 @@ class StoredIndex(NodeIndex):
     def living(self) -> list[tuple[int, Node]]:
         """Those of its nodes that somebody holds, by ordinal."""
         return list(self._known.items())
+
+    def held_bytes(self) -> int:
+        """Bytes of what finds its nodes; those that somebody holds are counted by whoever counts all of these."""
+        known = self._prefixes
+        return self.source.nbytes + (0 if known is None else known.held_bytes())
 
     def forget(self) -> None:
         """Keep nothing that nobody asks for: the nodes read last, and what is known of prefixes."""

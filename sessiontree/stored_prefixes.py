@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from heapq import heappop, heappush
 from operator import itemgetter
+from sys import getsizeof
 from threading import get_ident
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -30,7 +31,10 @@ from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
 from sessiontree.node import Node, placed_media
 from sessiontree.prefixes import (
+    _BLOCK_BYTES,
+    _END_BYTES,
     _ENDLESS,
+    _LINE_BYTES,
     Busy,
     History,
     PrefixIndex,
@@ -52,6 +56,7 @@ from sessiontree.tokens import TOKEN_BYTES, Extent
 _FEW: Final = 32  # children that are taken in one by one
 _KEPT: Final = 32 * TOKEN_BYTES  # bytes of each of the others behind what they share
 _ANSWERS: Final = 64  # nodes
+_RUN_BYTES: Final = 100  # of one that waits in a bundle
 _AFTER_ALL: Final = b"\xff" * TOKEN_BYTES  # no token sorts behind it
 
 Content = tuple[int, bytes, tuple[MediaItem, ...]]  # of a node: its ordinal, token bytes, media
@@ -146,6 +151,19 @@ class StoredPrefixes(PrefixIndex):
     @property
     def count(self) -> int:
         return self._count
+
+    def held_bytes(self) -> int:
+        """What it takes beside the nodes, about."""
+        waiting = [dict.copy(places) for places in list(self._waiting.values())]
+        bundles = [what.bundle for places in waiting for what in places if isinstance(what, _ById)]
+        shared = {id(bundle.runs): (len(bundle.runs) * _RUN_BYTES, bundle.ordinals.nbytes) for bundle in bundles}
+        tables = (self._branches, self._first_branches, self._ends, self._blocks, self._taken, self._completed, self._children)
+        return (
+            sum(map(getsizeof, (*tables, *waiting)))
+            + sum(runs + ordinals for runs, ordinals in shared.values())
+            + len(self._taken) * (_LINE_BYTES + _END_BYTES)
+            + len(self._blocks) * _BLOCK_BYTES
+        )
 
     def add(self, node: Node) -> None:
         raise AssertionError("nodes in a store are taken in by themselves")

@@ -41,6 +41,7 @@ from sessiontree import (
 from tests.disk import Disk, Fault
 from tests.disk_model import open_on
 from tests.test_segment_log import Interrupt
+from tests.threads import in_threads
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
 SIZE = 1500 if SOAK else 500
@@ -303,15 +304,17 @@ def test_what_is_held_stays_as_it_is(tmp_path: Path) -> None:
         tree = store.get(names[4]).tree
         address = id(pinned)
         del pinned
-        assert set(store.evict().sessions) == set(names)
+        assert {names[0], names[4], names[5]} <= set(store.evict().sessions), "what is held frees little, or nothing"
+        assert store.usage().asleep_sessions == 3
+        assert store.evict().sessions == (), "nothing more can go"
         # Nodes that somebody holds are the nodes that are given out.
-        assert store.get(names[0]).node(reader.id) == reader
+        assert store.get(names[0]).node(reader.id) is reader
         assert store.get(names[1]) is session and session.node(draft.parent.id) is draft.parent
         found = store.get(names[2])
         [pin] = found.pins
         assert id(found.node(pin)) == address
         assert store.get(names[3]) is handle and handle.head("main").node is tip
-        assert store.get(names[4]).head("main").node == tree.head("main").node, "a node holds no session: it was read again"
+        assert store.get(names[4]).head("main").node is tree.head("main").node, "though the session went and was made again"
         draft.extend([4])
         node = draft.commit()
         assert session.node(node.id) is node and node.input_ids().tolist()[-4:] == [1, 2, 3, 4]
@@ -619,3 +622,67 @@ def test_an_interrupt_at_any_place_of_evict_leaves_one_session(held: bool) -> No
         if interrupt.left >= 0:
             break
     assert n > 20
+
+
+def test_a_use_while_others_are_put_away_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SessionStore.open(tmp_path / "store", idle_ttl=10) as store:
+        names = filled(store, 2)
+        held = store.get(names[1])
+        store.tick(0)
+        store.tick(9)
+        put_away = SessionStore._put_away
+
+        def use(_: int) -> None:
+            held.append(held.root, ids(10_000))
+
+        def used_meanwhile(self: SessionStore, journal: Any, session_id: str) -> bool:
+            if session_id == names[0]:
+                in_threads(1, use)
+            return put_away(self, journal, session_id)
+
+        monkeypatch.setattr(SessionStore, "_put_away", used_meanwhile)
+        store.evict()
+        assert store.tick(12) == (names[0],), "the other was used at 9"
+        assert store.usage().node_bytes > 40_000
+
+
+def test_gc_and_expiry_of_sleeping_sessions_name_them(tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path / "store", idle_ttl=10) as store:
+        names = filled(store, 3)
+        incarnations = {name: store.get(name).incarnation for name in names}
+        for name in names:
+            store.get(name).append(store.get(name).root, [9])
+        heard = store.subscribe()
+        store.evict()
+        store.gc(recent=0)
+        told = [(event.kind, event.session_id, event.incarnation) for event in heard.poll()]
+        assert told == [(kind, name, incarnations[name]) for kind in ("evicted", "nodes_dropped") for name in names]
+        store.tick(0)
+        assert store.tick(10) == tuple(names)
+        assert [event.kind for event in heard.poll()] == ["expired", "session_closed"] * 3
+
+
+def test_a_follower_that_evicts_is_told_of_all_the_same(tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path / "store", durability="commit") as store:
+        session = store.create("s", scheme="text@hf5")
+        node = session.append(session.root, [1])
+        with SessionStore.open(tmp_path / "store", read_only=True) as reader:
+            reader.get("s")
+            heard = reader.subscribe(kinds=["node_committed"])
+            for token in range(3):
+                reader.evict()
+                node = session.append(node, [token])
+                assert reader.get("s").node(node.id) == node
+                assert [event.node_id for event in heard.poll()] == [node.id]
+
+
+def test_what_cannot_go_is_not_told_of(tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path / "store", memory_bytes=0) as store:
+        held = [store.get(name) for name in filled(store, 3)]
+        nodes = [session.head("main").node for session in held]
+        heard = store.subscribe()
+        for now in range(3):
+            store.tick(now)
+        told = [event.session_id for event in heard.poll()]
+        assert len(told) == len(set(told)), "each once at most"
+        assert [session.head("main").node for session in held] == nodes

@@ -296,3 +296,15 @@ def test_a_failing_disk_is_no_reason_to_fail_a_scrape(registry: CollectorRegistr
         assert lag(registry)[0] == 1, "it never will be on the disk"
         let_go(store)
         assert scraped(registry)["sessiontree_nodes_committed_total", ("input",)] == 1
+
+
+def test_drafts_that_are_handed_over_or_time_out_are_counted() -> None:
+    store = SessionStore.in_memory(draft_ttl=5)
+    with StoreMetrics(store, CollectorRegistry()) as metrics:
+        session = store.create("s", scheme="text@hf5")
+        drafts = [session.draft(session.root) for _ in range(3)]
+        session.adopt(drafts[0].hand_over()).abort()
+        store.tick(0)
+        store.tick(10)
+        assert [draft.how_closed for draft in drafts] == ["handed over", "timed out", "timed out"]
+        assert metrics._meter.drafts == {"opened": 4, "committed": 0, "aborted": 1, "timed out": 2, "handed over": 1}

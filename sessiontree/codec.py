@@ -20,7 +20,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import threading
 from collections.abc import Callable
 from functools import lru_cache, partial
 from hashlib import sha256
@@ -178,13 +177,6 @@ _SCALARS: Final = frozenset((NoneType, bool, int, float, str, bytes))
 _TUPLE, _SET, _MAP, _DATA = range(4)
 
 
-class _Local(threading.local):
-    def __init__(self) -> None:
-        self.packer = msgpack.Packer(use_bin_type=True)
-
-
-_local = _Local()
-_KEPT: Final = 2**20  # bytes; a packer that has grown larger is let go
 _FEW: Final = 128  # entries of an array that need not be counted first: nested as deep as msgpack goes, these are 1 MiB
 
 
@@ -314,7 +306,7 @@ def _encode_node(
     if len(data) < _LARGE:
         return _record(*place, (key, by, role, data, runs, state, replayed, items, packed))
     rest = _record(*place, (key, by, role, b"", runs, state, replayed, items, packed))
-    at = _WRITE.size + len(_pack((key, by, role)))
+    at = _WRITE.size + len(pack((key, by, role)))
     _check_size(len(rest) + len(data))
     return rest[:at] + _BIN32.pack(0xC6, len(data)), data, rest[at + 2 :]
 
@@ -346,23 +338,16 @@ def _record(kind: int, session: int, ordinal: int, parent: int, identity: bytes,
             _UINT64,
             key,
         )
-        record: bytes = head + _local.packer.pack(body)
+        record = head + pack(body)
     except (StructError, OverflowError) as error:
         raise OutOfRange(f"record {kind} of session {session}, ordinal {ordinal}, parent {parent}: {error}", value=None) from None
-    if len(record) > _KEPT:
-        _local.packer = msgpack.Packer(use_bin_type=True)
-        _check_size(len(record))
+    _check_size(len(record))
     return record
 
 
 def _check_size(size: int) -> None:
     if size > MAX_RECORD_BYTES:
         raise LimitExceeded(f"a record of {size} bytes; {MAX_RECORD_BYTES} is the limit", value=size, limit=MAX_RECORD_BYTES)
-
-
-def _pack(value: Any) -> bytes:
-    packed: bytes = _local.packer.pack(value)
-    return packed
 
 
 def _packable(value: Any) -> Any:
@@ -372,10 +357,10 @@ def _packable(value: Any) -> Any:
     if isinstance(value, tuple):
         return (_TUPLE, *value) if _SCALARS.issuperset(map(type, value)) else (_TUPLE, *map(_packable, value))
     if isinstance(value, PMap):
-        pairs = sorted(((key, _packable(entry)) for key, entry in value.items()), key=lambda pair: _pack(pair[0]))
+        pairs = sorted(((key, _packable(entry)) for key, entry in value.items()), key=lambda pair: pack(pair[0]))
         return (_MAP, *(part for pair in pairs for part in pair))
     if isinstance(value, frozenset):
-        return (_SET, *sorted(map(_packable, value), key=_pack))
+        return (_SET, *sorted(map(_packable, value), key=pack))
     assert isinstance(value, np.ndarray)  # there is nothing else that metadata are frozen to
     return _DATA, _dtype_form(value.dtype, 0), value.shape, value.tobytes()
 

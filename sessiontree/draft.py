@@ -49,6 +49,7 @@ from sessiontree.tokens import (
 from sessiontree.turns import Turn, plan_turn
 
 REFUSED_FINISH_REASONS: Final = frozenset({"abort", "error"})
+USUAL_FINISH_REASONS: Final = frozenset({"stop", "length", "tool_calls"})  # which need no look
 MAX_STATE_BYTES: Final = 2**20
 
 HowClosed = Literal["committed", "aborted", "timed out", "handed over"]
@@ -273,21 +274,30 @@ class Draft:
         """
         try:
             self._begin_end()
-            finish_reason = checked_finish_reason(finish_reason)
-            tail_policy = checked_text(tail_policy, "tail_policy")  # type: ignore[assignment]
-            if tail_policy not in TAIL_POLICIES:
-                raise FinishRefused(f"no tail policy {tail_policy!r}; keep or drop_last", tail_policy=tail_policy)
-            count = len(self._tokens) if length is None else in_range(length, len(self._tokens), "length", self)
-            if tail_policy == "drop_last":
-                count = max(0, count - 1)
-            data = self._tokens[:count].tobytes()
-            turn = plan_turn(self.scheme, self.parent, data, (), self.origin, self.role, self.key)
+            if type(finish_reason) is not str or finish_reason not in USUAL_FINISH_REASONS:
+                finish_reason = checked_finish_reason(finish_reason)
+            data = self._tokens.tobytes()
+            if length is not None or tail_policy.__class__ is not str or tail_policy != "keep":
+                data, tail_policy = self._cut(data, length, tail_policy)
+            parent = self._parent
+            turn = plan_turn(parent._lineage.scheme, parent, data, (), "generated", self._role, self._key)
             frozen = self._metadata if metadata is None else freeze_metadata(metadata)
-            node = self._host._commit(self.parent, turn, Details(frozen, finish_reason, tail_policy))
+            node = self._host._commit(parent, turn, Details(frozen, finish_reason, tail_policy))
             self._close("committed")
         finally:
             self._ending = False
         return node
+
+    def _cut(self, data: bytes, length: int | None, tail_policy: TailPolicy) -> tuple[bytes, TailPolicy]:
+        """What is to be kept of its tokens, and the policy, checked."""
+        tail_policy = checked_text(tail_policy, "tail_policy")  # type: ignore[assignment]
+        if tail_policy not in TAIL_POLICIES:
+            raise FinishRefused(f"no tail policy {tail_policy!r}; keep or drop_last", tail_policy=tail_policy)
+        had = len(data) // TOKEN_BYTES
+        count = had if length is None else in_range(length, had, "length", self)
+        if tail_policy == "drop_last":
+            count = max(0, count - 1)
+        return data[: count * TOKEN_BYTES], tail_policy
 
     def hand_over(self, *, with_path: bool = False) -> bytes:
         """Close it here, to go on elsewhere: bytes for :meth:`Session.adopt` and :meth:`SessionStore.adopt`, in any process.

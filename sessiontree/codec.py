@@ -180,10 +180,15 @@ _TUPLE, _SET, _MAP, _DATA = range(4)
 _FEW: Final = 128  # entries of an array that need not be counted first: nested as deep as msgpack goes, these are 1 MiB
 
 
+def digest_of_key(key: str) -> int:
+    """What an entry says of a key: the first 8 bytes of its sha256, little-endian; never 0."""
+    return int.from_bytes(sha256(key.encode()).digest()[:8], "little") or 1
+
+
 @lru_cache(64)  # it is asked for by a record and again by its entry
 def key_digest(key: str | None) -> int:
-    """What an entry says of a key: the first 8 bytes of its sha256, little-endian; 0 without one, and never for one."""
-    return 0 if key is None else int.from_bytes(sha256(key.encode()).digest()[:8], "little") or 1
+    """The same; 0 without a key."""
+    return 0 if key is None else digest_of_key(key)
 
 
 def name_digest(name: str) -> bytes:
@@ -221,7 +226,7 @@ def encode(record: Record) -> bytes:
     above :data:`MAX_RECORD_BYTES`.
     """
     if isinstance(record, NodeRecord):
-        return _joined(_encode_node(*record))
+        return _joined(encode_turn(*record))
     if isinstance(record, SessionRecord):
         return _record(SESSION, record.session, 0, 0, name_digest(record.session_id), 0, record[1:])
     if isinstance(record, HeadRecord):
@@ -259,7 +264,7 @@ def node_parts(session: int, ordinal: int, parent: int, node: Node) -> bytes | t
         data = extent.buffer[(start - origin) * TOKEN_BYTES : (node.stop - origin) * TOKEN_BYTES]
     else:
         data = extent.read_bytes(start, node.stop)
-    return _encode_node(
+    return encode_turn(
         session,
         ordinal,
         parent,
@@ -276,7 +281,7 @@ def node_parts(session: int, ordinal: int, parent: int, node: Node) -> bytes | t
     )
 
 
-def _encode_node(
+def encode_turn(
     session: int,
     ordinal: int,
     parent: int,
@@ -290,7 +295,9 @@ def _encode_node(
     state: PositionState,
     replayed: TurnPositions | None,
     details: Details,
+    digest: int | None = None,
 ) -> bytes | tuple[bytes, ...]:
+    """As :func:`node_parts`, given what the node is made of. ``digest``: of its key, where that is known."""
     if not 0 <= parent < ordinal < NONE:
         raise OutOfRange(
             f"node {ordinal} behind {parent}: ordinals are 1..{NONE - 1}, behind their parents'", value=ordinal, limit=NONE
@@ -302,10 +309,12 @@ def _encode_node(
             packed = (_packable(metadata) if metadata else None, finish_reason, tail_policy, links)
     items = [_item_fields(item) for item in media] if media else ()
     by = _ORIGIN_NUMBERS[origin]
-    place = NODE, session, ordinal, parent, identity, 0 if key is None else key_digest(key)
+    if digest is None:
+        digest = key_digest(key)
     if len(data) < _LARGE:
-        return _record(*place, (key, by, role, data, runs, state, replayed, items, packed))
-    rest = _record(*place, (key, by, role, b"", runs, state, replayed, items, packed))
+        body = (key, by, role, data, runs, state, replayed, items, packed)
+        return _record(NODE, session, ordinal, parent, identity, digest, body)
+    rest = _record(NODE, session, ordinal, parent, identity, digest, (key, by, role, b"", runs, state, replayed, items, packed))
     at = _WRITE.size + len(pack((key, by, role)))
     _check_size(len(rest) + len(data))
     return rest[:at] + _BIN32.pack(0xC6, len(data)), data, rest[at + 2 :]
@@ -419,7 +428,7 @@ def decode(data: bytes, limit: int = MAX_RECORD_BYTES) -> Record:
     entry = entry_of(data)
     try:
         record: Record = _READERS[entry[0]](entry, _unpacked(data[_READ.size :]))
-        again = _joined(_encode_node(*record)) if type(record) is NodeRecord else encode(record)
+        again = _joined(encode_turn(*record)) if type(record) is NodeRecord else encode(record)
     except _WRONG as error:
         raise CorruptTree(f"{_named(entry)}: {str(error) or type(error).__name__}") from error
     if again != data:

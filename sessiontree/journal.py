@@ -1054,10 +1054,34 @@ class Journal:
             node = index.nodes[ordinal - index.base_count]
             parent = index.find_ordinal(node.parent, ordinal)  # type: ignore[arg-type]  # none is a root
             assert parent is not None
-            key = 0 if node.key is None else codec.key_digest(node.key)
-            prefix = _PREFIX.pack(codec.NODE, number, ordinal, parent, node.id, key)
+            digest = codec.key_digest(node.key)
             record = codec.node_parts(number, ordinal, parent, node)
+            prefix = _PREFIX.pack(codec.NODE, number, ordinal, parent, node.id, digest)
             return self._remember(self._log.enqueue(((record, prefix),), waiting, told, before), (node.id,))
+        except StoreFailed:
+            self.check_writable()  # which says so where it is only read
+            raise
+
+    def attached(
+        self, number: int, before: SessionTree, node: Node, turn: Turn, details: Details, waiting: int, told: Sequence[object]
+    ) -> int:
+        """As :meth:`changed`, where all that is new behind ``before`` is ``node``, which is made of ``turn`` and ``details``."""
+        try:
+            if not self._sound:
+                self.check_writable()
+            index, ordinal, parent = before._index, before._count, node.parent
+            assert parent is not None
+            above = index.by_id.get(parent.id)
+            if above is None or above >= ordinal:
+                above = index.find_ordinal(parent, ordinal)
+                assert above is not None
+            if turn.media:
+                turn = turn._replace(runs=node.runs)
+            node_id, key = turn[0], turn[5]
+            digest = 0 if key is None else codec.digest_of_key(key)
+            record = codec.encode_turn(number, ordinal, above, *turn, details, digest)
+            prefix = _PREFIX.pack(codec.NODE, number, ordinal, above, node_id, digest)
+            return self._remember(self._log.enqueue(((record, prefix),), waiting, told, before), (node_id,))
         except StoreFailed:
             self.check_writable()  # which says so where it is only read
             raise

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from sessiontree import codec
 from sessiontree.backends.base import CompactLog, Durability, Lease, Log, Overtaken, WriteLost
 from sessiontree.backends.segment_log import SegmentLog
+from sessiontree.details import Details
 from sessiontree.digest import ID_BYTES
 from sessiontree.errors import CorruptTree, IncompatibleStore, SessionTreeError, StoreFailed, Unsupported
 from sessiontree.features import FeatureStore

@@ -537,8 +537,7 @@ class Session:
             else:
                 if told[0] is before:  # else what came in between has told of more
                     told[0] = after
-                if waiting > self._waiting:
-                    self._waiting = waiting
+                self._waiting = max(self._waiting, waiting)
                 self._touch()
             if self._feed.wanted:
                 self._turn_to(self._written)

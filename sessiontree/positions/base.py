@@ -283,14 +283,18 @@ class PositionScheme(Sealed):
 
     def plan_decode(self, state: PositionState, count: int) -> tuple[Runs, PositionState]:
         """Position runs of ``count`` generated tokens and the state after them."""
-        if state.open_block is not None:
-            _refuse_inside(state.open_block, "nothing can be generated")
+        before, following, top, open_blocks, _ = state
+        if open_blocks:
+            _refuse_inside(open_blocks[-1], "nothing can be generated")
         if not count:
-            return int(state.next_position), state
-        base = int(state.max_position) + 1
+            return int(following), state
+        stop, base = before + count, int(top) + 1
         after = base + count
-        self._check_limit(after - 1)
-        return base, _state((state.num_tokens + count, after, after - 1, (), self.carried_behind(state, ())))
+        if after > self.max_position_limit:
+            self._check_limit(after - 1)
+        if after == stop:
+            after = stop  # as above
+        return base, _state((stop, after, after - 1, (), self.carried_behind(state, ())))
 
     def plan_table(
         self, state: PositionState, count: int, external: ExternalPositions, media: Sequence[MediaItem] = ()

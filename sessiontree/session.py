@@ -540,8 +540,9 @@ class Session:
                 self._waiting = max(self._waiting, waiting)
                 self._touch()
             if self._feed.wanted:
-                self._turn_to(self._written)
-            else:
+                while not self._turn(self._tree, self._written):
+                    pass
+            else:  # from here to the next line nothing comes in between
                 self._tree = self._written
             return node
 

@@ -132,8 +132,9 @@ class Draft:
         openings: Openings = (),
     ) -> None:
         """``max_tokens``: limit of the path's length. ``host``: its session. ``openings``: those that it may come back to."""
-        state = parent.position_state()
-        refuse_inside_item(parent, parent, "nothing can be generated there")
+        state, replayed, scheme = parent.state, parent.replayed, parent._lineage.scheme
+        if state.open_blocks:
+            refuse_inside_item(parent, parent, "nothing can be generated there")
         self._parent = parent
         self._start = parent.stop
         self._role = checked_text(role, "role")
@@ -150,12 +151,12 @@ class Draft:
         self._used = True  # since the last tick
         self._last_used = 0.0  # the time of the tick that saw it used
         # Its tokens have positions in both modes; as replayed they can stand further on than as decoded.
-        first = max(state.max_position + 1, parent.position_state("as_replayed").next_position)
+        first = max(state.max_position + 1, (state if replayed is None else replayed.state).next_position)
         self._first = first
-        self._room = math.ceil(self.scheme.max_position_limit - first)
+        self._room = math.ceil(scheme.max_position_limit - first)
         if max_tokens is not None:
             self._room = min(self._room, max_tokens - parent.stop)
-        self._planned = self.scheme.decode_room(state)
+        self._planned = scheme.decode_room(state)
         if self._planned is not None:
             self._room = min(self._room, self._planned)
 
@@ -176,7 +177,8 @@ class Draft:
         self._used = True
 
     def _make_room(self, count: int) -> None:
-        self._check_open()
+        if self._how_closed is not None:
+            self._check_open()
         if len(self._tokens) + count > self._room:
             stop = self.stop + count
             if self._max_tokens is not None and stop > self._max_tokens:
@@ -325,7 +327,8 @@ class Draft:
     def _begin_end(self) -> None:
         """From here on it does not time out, until whoever calls this lets go of ``_ending``."""
         with self._host._lock:
-            self._check_open()
+            if self._how_closed is not None:
+                self._check_open()
             self._ending = True
 
     def _times_out(self, now: float, ttl: float) -> bool:

@@ -386,6 +386,9 @@ class Session:
         return node
 
     def _close_draft(self, draft: Draft, how: HowClosed) -> None:
+        if how == "committed" and self._feed.meter is None:  # nobody is told of that
+            draft._shut(how)
+            return
         self._end_draft(draft, how)
         self._feed.pass_on()
 
@@ -412,7 +415,7 @@ class Session:
         while True:
             number = self._generations + 1
             self._generations = number  # no call since it was read: nothing that comes in between gets the same
-            own = f"{self.id}/{self.incarnation}/{number}"
+            own = f"{self._id}/{self._incarnation}/{number}"
             if not self._tree._has_key(parent, own):
                 return own
 

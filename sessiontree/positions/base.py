@@ -17,6 +17,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import attrs
@@ -25,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 from pyrsistent import PMap, pmap
 
 from sessiontree.errors import MediaSpanError, PositionError, PositionLimitExceeded, Unsupported
-from sessiontree.frozen import Sealed, checked_text, frozen_array, handed_out, no_subclasses, seal
+from sessiontree.frozen import Sealed, checked_text, frozen_array, no_subclasses, seal
 from sessiontree.media import CONTENT_FIELDS, MediaItem, Placement, placements
 from sessiontree.positions.runs import ExternalRun, Piece, Runs, TextRun, grid_run, packed, write
 from sessiontree.tokens import TOKEN_BYTES, Position, TokenIds, as_index, shown, token_bytes
@@ -165,7 +166,7 @@ class PositionScheme(Sealed):
 
     name: str
     rule: str
-    _params: PMap[str, Any]
+    _params: Mapping[str, Any]
     max_position_limit: int
 
     def __new__(cls, rule: str, params: Mapping[str, Any]) -> PositionScheme:
@@ -181,7 +182,7 @@ class PositionScheme(Sealed):
         put = _SET_SCHEME
         put["rule"](self, rule)
         put["name"](self, f"{self.family}@{rule}")
-        put["_params"](self, pmap({key: value for key, value in known.items() if value is not None}))
+        put["_params"](self, MappingProxyType({key: value for key, value in known.items() if value is not None}))
         put["max_position_limit"](self, known["max_position_limit"])
         return self
 
@@ -193,8 +194,7 @@ class PositionScheme(Sealed):
     @property
     def params(self) -> PMap[str, Any]:
         """The parameters given, with defaults filled in; those that were not given and have no default are absent."""
-        params: PMap[str, Any] = handed_out(self._params)
-        return params
+        return pmap(self._params)
 
     def __reduce__(self) -> Any:
         return type(self), (self.rule, dict(self._params))
@@ -205,7 +205,7 @@ class PositionScheme(Sealed):
         return self.name == other.name and self._params == other._params
 
     def __hash__(self) -> int:
-        return hash((self.name, self._params))
+        return hash((self.name, frozenset(self._params.items())))
 
     def __repr__(self) -> str:
         given = "".join(f", {key}={self._params[key]}" for key in sorted(self._params))
@@ -578,6 +578,8 @@ def _check_count(
 ) -> None:
     """Whether an item may have ``last`` placeholders after ``span``, in a node of ``count`` tokens."""
     start, stop = span
+    if last == total and not item.unfinished:
+        return
     where = f"{item}: span [{start}, {stop})"
     if last > total:
         raise MediaSpanError(f"{where} brings it to {last} placeholders, its grid has {total}", item=item, span=span, limit=total)

@@ -85,7 +85,7 @@ class Cursor:
         self.max_position = max(self.max_position, greatest)
 
     def state(self) -> PositionState:
-        return PositionState(self.num_tokens, self.next_position, self.max_position, tuple(self.open_blocks), self.carried)
+        return _state((self.num_tokens, self.next_position, self.max_position, tuple(self.open_blocks), self.carried))
 
 
 @attrs.frozen(init=False, eq=False, repr=False)
@@ -441,11 +441,12 @@ class PositionScheme(Sealed):
 
     def _plan_blocks(self, state: PositionState, data: bytes, placed: list[Placement]) -> tuple[Runs, PositionState]:
         count = len(data) // TOKEN_BYTES
-        inside = next((block for block in state.open_blocks if block.base is not None), None)
-        if inside is not None and count:
-            if not placed or placed[0].start:
-                _refuse_inside(inside, "other tokens cannot stand before the rest of it")
-            _check_continues(inside, placed[0].item)
+        if state.open_blocks and count:
+            inside = next((block for block in state.open_blocks if block.base is not None), None)
+            if inside is not None:
+                if not placed or placed[0].start:
+                    _refuse_inside(inside, "other tokens cannot stand before the rest of it")
+                _check_continues(inside, placed[0].item)
         cursor = Cursor(state)
         begun: dict[int, _Part] = {}
         at = 0
@@ -513,8 +514,9 @@ class PositionScheme(Sealed):
                 span=span,
                 limit=part.block,
             )
-        is_last = (start, stop - start) == item.spans[-1]
-        _check_count(item, span, last, part.total, count, is_last=is_last, whole_block=end == part.block)
+        if last != part.total or item.unfinished:
+            is_last = (start, stop - start) == item.spans[-1]
+            _check_count(item, span, last, part.total, count, is_last=is_last, whole_block=end == part.block)
         base = part.base if first else self.begin_block(cursor, item)
         for run in self.block_runs(cursor, item, base, first, end):
             cursor.add(run, self.greatest(run))
@@ -578,8 +580,6 @@ def _check_count(
 ) -> None:
     """Whether an item may have ``last`` placeholders after ``span``, in a node of ``count`` tokens."""
     start, stop = span
-    if last == total and not item.unfinished:
-        return
     where = f"{item}: span [{start}, {stop})"
     if last > total:
         raise MediaSpanError(f"{where} brings it to {last} placeholders, its grid has {total}", item=item, span=span, limit=total)

@@ -83,6 +83,7 @@ class Columns:
         )
         self._others = np.flatnonzero(self.kinds != codec.NODE)  # mostly few
         self._grouped: tuple[NDArray[np.int64], NDArray[np.uint32]] | None = None
+        self._last: tuple[int, NDArray[np.int64]] = -1, self._others[:0]
 
     def others(self) -> NDArray[np.int64]:
         """Where records are that are of no node, in order."""
@@ -130,11 +131,8 @@ class Columns:
 
     def places(self, kind: int, session: int | None = None) -> NDArray[np.int64]:
         """Where records of a kind are, in order."""
-        if self._grouped is not None and session is not None:
-            order, sessions = self._grouped
-            wanted = np.uint32(session)  # a plain int would have all of them converted
-            low, high = np.searchsorted(sessions, wanted, "left"), np.searchsorted(sessions, wanted, "right")
-            mine = order[low:high]
+        mine = None if session is None else self._of(session)
+        if mine is not None:
             places: NDArray[np.int64] = mine[self.kinds[mine] == kind]
             return places
         if kind == codec.NODE:
@@ -142,6 +140,24 @@ class Columns:
             return np.flatnonzero((self.sessions == session) & (self.kinds == kind))
         places = self._others[self.kinds[self._others] == kind]
         return places if session is None else places[self.sessions[places] == session]
+
+    def _of(self, session: int) -> NDArray[np.int64] | None:
+        """Where records of a session are, in order; None where they are many, and to look for one kind is quicker.
+
+        Who opens a session asks for one kind after the other, so what was found last is kept.
+        """
+        if self._grouped is not None:
+            order, sessions = self._grouped
+            wanted = np.uint32(session)  # a plain int would have all of them converted
+            return order[sessions.searchsorted(wanted, "left") : sessions.searchsorted(wanted, "right")]
+        known, mine = self._last
+        if known != session:
+            marks = self.sessions == session
+            if np.count_nonzero(marks) > _BATCH:
+                return None
+            mine = np.flatnonzero(marks)
+            self._last = session, mine
+        return mine
 
     @cached_property
     def dropped_sessions(self) -> frozenset[int]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import threading
 from collections.abc import Callable
 from functools import lru_cache, partial
 from hashlib import sha256
@@ -178,20 +177,18 @@ _SCALARS: Final = frozenset((NoneType, bool, int, float, str, bytes))
 _TUPLE, _SET, _MAP, _DATA = range(4)
 
 
-class _Local(threading.local):
-    def __init__(self) -> None:
-        self.packer = msgpack.Packer(use_bin_type=True)
-
-
-_local = _Local()
-_KEPT: Final = 2**20  # bytes; a packer that has grown larger is let go
 _FEW: Final = 128  # entries of an array that need not be counted first: nested as deep as msgpack goes, these are 1 MiB
+
+
+def digest_of_key(key: str) -> int:
+    """What an entry says of a key: the first 8 bytes of its sha256, little-endian; never 0."""
+    return int.from_bytes(sha256(key.encode()).digest()[:8], "little") or 1
 
 
 @lru_cache(64)  # it is asked for by a record and again by its entry
 def key_digest(key: str | None) -> int:
-    """What an entry says of a key: the first 8 bytes of its sha256, little-endian; 0 without one, and never for one."""
-    return 0 if key is None else int.from_bytes(sha256(key.encode()).digest()[:8], "little") or 1
+    """The same; 0 without a key."""
+    return 0 if key is None else digest_of_key(key)
 
 
 def name_digest(name: str) -> bytes:
@@ -229,7 +226,7 @@ def encode(record: Record) -> bytes:
     above :data:`MAX_RECORD_BYTES`.
     """
     if isinstance(record, NodeRecord):
-        return _joined(_encode_node(*record))
+        return _joined(encode_turn(*record))
     if isinstance(record, SessionRecord):
         return _record(SESSION, record.session, 0, 0, name_digest(record.session_id), 0, record[1:])
     if isinstance(record, HeadRecord):
@@ -267,7 +264,7 @@ def node_parts(session: int, ordinal: int, parent: int, node: Node) -> bytes | t
         data = extent.buffer[(start - origin) * TOKEN_BYTES : (node.stop - origin) * TOKEN_BYTES]
     else:
         data = extent.read_bytes(start, node.stop)
-    return _encode_node(
+    return encode_turn(
         session,
         ordinal,
         parent,
@@ -284,7 +281,7 @@ def node_parts(session: int, ordinal: int, parent: int, node: Node) -> bytes | t
     )
 
 
-def _encode_node(
+def encode_turn(
     session: int,
     ordinal: int,
     parent: int,
@@ -298,7 +295,9 @@ def _encode_node(
     state: PositionState,
     replayed: TurnPositions | None,
     details: Details,
+    digest: int | None = None,
 ) -> bytes | tuple[bytes, ...]:
+    """As :func:`node_parts`, given what the node is made of. ``digest``: of its key, where that is known."""
     if not 0 <= parent < ordinal < NONE:
         raise OutOfRange(
             f"node {ordinal} behind {parent}: ordinals are 1..{NONE - 1}, behind their parents'", value=ordinal, limit=NONE
@@ -310,11 +309,13 @@ def _encode_node(
             packed = (_packable(metadata) if metadata else None, finish_reason, tail_policy, links)
     items = [_item_fields(item) for item in media] if media else ()
     by = _ORIGIN_NUMBERS[origin]
-    place = NODE, session, ordinal, parent, identity, 0 if key is None else key_digest(key)
+    if digest is None:
+        digest = key_digest(key)
     if len(data) < _LARGE:
-        return _record(*place, (key, by, role, data, runs, state, replayed, items, packed))
-    rest = _record(*place, (key, by, role, b"", runs, state, replayed, items, packed))
-    at = _WRITE.size + len(_pack((key, by, role)))
+        body = (key, by, role, data, runs, state, replayed, items, packed)
+        return _record(NODE, session, ordinal, parent, identity, digest, body)
+    rest = _record(NODE, session, ordinal, parent, identity, digest, (key, by, role, b"", runs, state, replayed, items, packed))
+    at = _WRITE.size + len(pack((key, by, role)))
     _check_size(len(rest) + len(data))
     return rest[:at] + _BIN32.pack(0xC6, len(data)), data, rest[at + 2 :]
 
@@ -346,23 +347,16 @@ def _record(kind: int, session: int, ordinal: int, parent: int, identity: bytes,
             _UINT64,
             key,
         )
-        record: bytes = head + _local.packer.pack(body)
+        record = head + pack(body)
     except (StructError, OverflowError) as error:
         raise OutOfRange(f"record {kind} of session {session}, ordinal {ordinal}, parent {parent}: {error}", value=None) from None
-    if len(record) > _KEPT:
-        _local.packer = msgpack.Packer(use_bin_type=True)
-        _check_size(len(record))
+    _check_size(len(record))
     return record
 
 
 def _check_size(size: int) -> None:
     if size > MAX_RECORD_BYTES:
         raise LimitExceeded(f"a record of {size} bytes; {MAX_RECORD_BYTES} is the limit", value=size, limit=MAX_RECORD_BYTES)
-
-
-def _pack(value: Any) -> bytes:
-    packed: bytes = _local.packer.pack(value)
-    return packed
 
 
 def _packable(value: Any) -> Any:
@@ -372,10 +366,10 @@ def _packable(value: Any) -> Any:
     if isinstance(value, tuple):
         return (_TUPLE, *value) if _SCALARS.issuperset(map(type, value)) else (_TUPLE, *map(_packable, value))
     if isinstance(value, PMap):
-        pairs = sorted(((key, _packable(entry)) for key, entry in value.items()), key=lambda pair: _pack(pair[0]))
+        pairs = sorted(((key, _packable(entry)) for key, entry in value.items()), key=lambda pair: pack(pair[0]))
         return (_MAP, *(part for pair in pairs for part in pair))
     if isinstance(value, frozenset):
-        return (_SET, *sorted(map(_packable, value), key=_pack))
+        return (_SET, *sorted(map(_packable, value), key=pack))
     assert isinstance(value, np.ndarray)  # there is nothing else that metadata are frozen to
     return _DATA, _dtype_form(value.dtype, 0), value.shape, value.tobytes()
 
@@ -434,7 +428,7 @@ def decode(data: bytes, limit: int = MAX_RECORD_BYTES) -> Record:
     entry = entry_of(data)
     try:
         record: Record = _READERS[entry[0]](entry, _unpacked(data[_READ.size :]))
-        again = _joined(_encode_node(*record)) if type(record) is NodeRecord else encode(record)
+        again = _joined(encode_turn(*record)) if type(record) is NodeRecord else encode(record)
     except _WRONG as error:
         raise CorruptTree(f"{_named(entry)}: {str(error) or type(error).__name__}") from error
     if again != data:

@@ -7,6 +7,7 @@ which prefixes every length; the tokens come last and run to the end, so no two 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any, Final
@@ -18,12 +19,23 @@ FORMAT: Final = 1
 _ROOT: Final = b"sessiontree root\0"
 _NODE: Final = b"sessiontree node\0"
 _LARGE: Final = 2**14  # bytes, from which on to copy them costs more than a second call
+_KEPT: Final = 2**20  # bytes; a packer that has grown larger is let go
 _plain_heads: dict[tuple[str, str], bytes] = {}
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.packer = msgpack.Packer(use_bin_type=True)
+
+
+_local: Final = _Local()
 
 
 def pack(value: Any) -> bytes:
     """``value`` in msgpack: equal values, equal bytes (callers sort what has no order)."""
-    packed: bytes = msgpack.packb(value, use_bin_type=True)
+    packed: bytes = _local.packer.pack(value)
+    if len(packed) > _KEPT:
+        _local.packer = msgpack.Packer(use_bin_type=True)
     return packed
 
 

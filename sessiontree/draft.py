@@ -50,6 +50,7 @@ from sessiontree.tokens import (
 from sessiontree.turns import Turn, plan_turn
 
 REFUSED_FINISH_REASONS: Final = frozenset({"abort", "error"})
+USUAL_FINISH_REASONS: Final = frozenset({"stop", "length", "tool_calls"})  # which need no look
 MAX_STATE_BYTES: Final = 2**20
 DRAFT_BYTES: Final = 700  # of a draft without tokens and states: measured
 
@@ -133,8 +134,9 @@ class Draft:
         openings: Openings = (),
     ) -> None:
         """``max_tokens``: limit of the path's length. ``host``: its session. ``openings``: those that it may come back to."""
-        state = parent.position_state()
-        refuse_inside_item(parent, parent, "nothing can be generated there")
+        state, replayed, scheme = parent.state, parent.replayed, parent._lineage.scheme
+        if state.open_blocks:
+            refuse_inside_item(parent, parent, "nothing can be generated there")
         self._parent = parent
         self._start = parent.stop
         self._role = checked_text(role, "role")
@@ -151,12 +153,12 @@ class Draft:
         self._used = True  # since the last tick
         self._last_used = 0.0  # the time of the tick that saw it used
         # Its tokens have positions in both modes; as replayed they can stand further on than as decoded.
-        first = max(state.max_position + 1, parent.position_state("as_replayed").next_position)
+        first = max(state.max_position + 1, (state if replayed is None else replayed.state).next_position)
         self._first = first
-        self._room = math.ceil(self.scheme.max_position_limit - first)
+        self._room = math.ceil(scheme.max_position_limit - first)
         if max_tokens is not None:
             self._room = min(self._room, max_tokens - parent.stop)
-        self._planned = self.scheme.decode_room(state)
+        self._planned = scheme.decode_room(state)
         if self._planned is not None:
             self._room = min(self._room, self._planned)
 
@@ -177,7 +179,8 @@ class Draft:
         self._used = True
 
     def _make_room(self, count: int) -> None:
-        self._check_open()
+        if self._how_closed is not None:
+            self._check_open()
         if len(self._tokens) + count > self._room:
             stop = self.stop + count
             if self._max_tokens is not None and stop > self._max_tokens:
@@ -280,21 +283,30 @@ class Draft:
         """
         try:
             self._begin_end()
-            finish_reason = checked_finish_reason(finish_reason)
-            tail_policy = checked_text(tail_policy, "tail_policy")  # type: ignore[assignment]
-            if tail_policy not in TAIL_POLICIES:
-                raise FinishRefused(f"no tail policy {tail_policy!r}; keep or drop_last", tail_policy=tail_policy)
-            count = len(self._tokens) if length is None else in_range(length, len(self._tokens), "length", self)
-            if tail_policy == "drop_last":
-                count = max(0, count - 1)
-            data = self._tokens[:count].tobytes()
-            turn = plan_turn(self.scheme, self.parent, data, (), self.origin, self.role, self.key)
+            if type(finish_reason) is not str or finish_reason not in USUAL_FINISH_REASONS:
+                finish_reason = checked_finish_reason(finish_reason)
+            data = self._tokens.tobytes()
+            if length is not None or tail_policy.__class__ is not str or tail_policy != "keep":
+                data, tail_policy = self._cut(data, length, tail_policy)
+            parent = self._parent
+            turn = plan_turn(parent._lineage.scheme, parent, data, (), "generated", self._role, self._key)
             frozen = self._metadata if metadata is None else freeze_metadata(metadata)
-            node = self._host._commit(self.parent, turn, Details(frozen, finish_reason, tail_policy))
+            node = self._host._commit(parent, turn, Details(frozen, finish_reason, tail_policy))
             self._close("committed")
         finally:
             self._ending = False
         return node
+
+    def _cut(self, data: bytes, length: int | None, tail_policy: TailPolicy) -> tuple[bytes, TailPolicy]:
+        """What is to be kept of its tokens, and the policy, checked."""
+        tail_policy = checked_text(tail_policy, "tail_policy")  # type: ignore[assignment]
+        if tail_policy not in TAIL_POLICIES:
+            raise FinishRefused(f"no tail policy {tail_policy!r}; keep or drop_last", tail_policy=tail_policy)
+        had = len(data) // TOKEN_BYTES
+        count = had if length is None else in_range(length, had, "length", self)
+        if tail_policy == "drop_last":
+            count = max(0, count - 1)
+        return data[: count * TOKEN_BYTES], tail_policy
 
     def hand_over(self, *, with_path: bool = False) -> bytes:
         """Close it here, to go on elsewhere: bytes for :meth:`Session.adopt` and :meth:`SessionStore.adopt`, in any process.
@@ -322,7 +334,8 @@ class Draft:
     def _begin_end(self) -> None:
         """From here on it does not time out, until whoever calls this lets go of ``_ending``."""
         with self._host._lock:
-            self._check_open()
+            if self._how_closed is not None:
+                self._check_open()
             self._ending = True
 
     def _times_out(self, now: float, ttl: float) -> bool:

@@ -136,9 +136,9 @@ def frozen_empty(shape: tuple[int, ...], dtype: Any) -> tuple[NDArray[Any], NDAr
     """A read-only array of zeros over a ``bytes`` object of its own, and the one array through which it can be written."""
     number = np.dtype(dtype)
     size = math.prod(shape)
-    data, memory = writable_bytes(max(size * number.itemsize, 2))  # Python has one object for each single byte
-    pen = np.frombuffer(memory, number, size).reshape(shape)
-    return np.ndarray(shape, number, buffer=data), pen
+    data = bytes(max(size * number.itemsize, 2))  # Python has one object for each single byte
+    memory: Any = _Memory(data).array()
+    return np.ndarray(shape, number, buffer=data), np.ndarray(shape, number, buffer=memory)
 
 
 def checked_text(value: Any, what: str) -> str:

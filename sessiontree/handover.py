@@ -23,6 +23,7 @@ from typing import Any, Final, NamedTuple
 from pyrsistent import PMap
 
 from sessiontree import codec
+from sessiontree.digest import pack
 from sessiontree.draft import MAX_STATE_BYTES, Draft, Host, Openings
 from sessiontree.errors import CorruptTree, IncompatibleStore, LimitExceeded, StaleSession
 from sessiontree.frozen import EMPTY_METADATA
@@ -161,7 +162,7 @@ def _encode(
     openings: Openings,
 ) -> bytes:
     frozen = codec._packable(metadata) if metadata else None
-    record = codec._pack((parent_id, key, role, frozen, data, states, computed, openings))
+    record = pack((parent_id, key, role, frozen, data, states, computed, openings))
     codec._check_size(len(record))
     return record
 

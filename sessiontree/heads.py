@@ -80,14 +80,17 @@ class Head(Sealed):
 
 _SET: Final = seal(Head)
 _set_node = _SET["_node"]
+_set_stored = _SET["_stored"]
+_set_uncertain = _SET["uncertain"]
+_set_version = _SET["version"]
 
 
 def _head(node: Node | None, version: int, uncertain: bool, stored: StoredHead | None) -> Head:
     head: Head = object.__new__(Head)
     _set_node(head, node)
-    _SET["_stored"](head, stored)
-    _SET["uncertain"](head, uncertain)
-    _SET["version"](head, version)
+    _set_stored(head, stored)
+    _set_uncertain(head, uncertain)
+    _set_version(head, version)
     return head
 
 

@@ -126,16 +126,19 @@ class NodeIndex:
 
     def add(self, node: Node) -> None:
         """Add a node; the lock is held and its id is not visible yet."""
+        self.put(node, node.id, None if node.key is None or node.parent is None else slot_of(node.parent, node.key))
+
+    def put(self, node: Node, node_id: bytes, slot: bytes | None) -> None:
+        """The same, given its id and the :func:`slot_of` its key, None without one."""
         nodes = self.nodes
         ordinal = self.base_count + len(nodes)
         depth = node._up[3]
         if depth == ordinal:
             ordinal = depth  # the same object: where nobody branched, that is one int less to keep
         nodes.append(node)
-        self.by_id[node.id] = ordinal
-        key = node.key
-        if key is not None and node.parent is not None:
-            self.by_key[node.parent.id + key.encode()] = ordinal
+        self.by_id[node_id] = ordinal
+        if slot is not None:
+            self.by_key[slot] = ordinal
 
     def held_bytes(self) -> int:
         """Bytes of its own nodes, their tokens, and what finds them; those of other layers, and of a fork's path, are not."""
@@ -207,7 +210,7 @@ class NodeIndex:
 
     def find_child(self, parent: Node, child_id: bytes, key: str | None, count: int) -> Node | None:
         """A child of ``parent`` that has this id, or else this key, among the first ``count``."""
-        slot = None if key is None else parent.id + key.encode()
+        slot = None if key is None else slot_of(parent, key)
         index: NodeIndex | None = self
         while index is not None:
             ordinal = index.by_id.get(child_id)
@@ -373,6 +376,11 @@ class NodeIndex:
         for node in carried:
             layer.add(node)
         return layer
+
+
+def slot_of(parent: Node, key: str) -> bytes:
+    """What the child of ``parent`` that has this key is found by."""
+    return parent.id + key.encode()
 
 
 def _on_path(tip: Node | None, node: Node | None) -> Node | None:

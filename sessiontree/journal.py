@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from sessiontree import codec
 from sessiontree.backends.base import CompactLog, Durability, Lease, Log, Overtaken, WriteLost
 from sessiontree.backends.segment_log import SegmentLog
+from sessiontree.details import Details
 from sessiontree.digest import ID_BYTES
 from sessiontree.errors import CorruptTree, IncompatibleStore, SessionTreeError, StoreFailed, Unsupported
 from sessiontree.features import FeatureStore
@@ -83,6 +84,7 @@ class Columns:
         )
         self._others = np.flatnonzero(self.kinds != codec.NODE)  # mostly few
         self._grouped: tuple[NDArray[np.int64], NDArray[np.uint32]] | None = None
+        self._last: tuple[int, NDArray[np.int64]] = -1, self._others[:0]
 
     def others(self) -> NDArray[np.int64]:
         """Where records are that are of no node, in order."""
@@ -130,11 +132,8 @@ class Columns:
 
     def places(self, kind: int, session: int | None = None) -> NDArray[np.int64]:
         """Where records of a kind are, in order."""
-        if self._grouped is not None and session is not None:
-            order, sessions = self._grouped
-            wanted = np.uint32(session)  # a plain int would have all of them converted
-            low, high = np.searchsorted(sessions, wanted, "left"), np.searchsorted(sessions, wanted, "right")
-            mine = order[low:high]
+        mine = None if session is None else self._of(session)
+        if mine is not None:
             places: NDArray[np.int64] = mine[self.kinds[mine] == kind]
             return places
         if kind == codec.NODE:
@@ -142,6 +141,24 @@ class Columns:
             return np.flatnonzero((self.sessions == session) & (self.kinds == kind))
         places = self._others[self.kinds[self._others] == kind]
         return places if session is None else places[self.sessions[places] == session]
+
+    def _of(self, session: int) -> NDArray[np.int64] | None:
+        """Where records of a session are, in order; None where they are many, and to look for one kind is quicker.
+
+        Who opens a session asks for one kind after the other, so what was found last is kept.
+        """
+        if self._grouped is not None:
+            order, sessions = self._grouped
+            wanted = np.uint32(session)  # a plain int would have all of them converted
+            return order[sessions.searchsorted(wanted, "left") : sessions.searchsorted(wanted, "right")]
+        known, mine = self._last
+        if known != session:
+            marks = self.sessions == session
+            if np.count_nonzero(marks) > _BATCH:
+                return None
+            mine = np.flatnonzero(marks)
+            self._last = session, mine
+        return mine
 
     @cached_property
     def dropped_sessions(self) -> frozenset[int]:
@@ -1068,10 +1085,34 @@ class Journal:
             node = index.nodes[ordinal - index.base_count]
             parent = index.find_ordinal(node.parent, ordinal)  # type: ignore[arg-type]  # none is a root
             assert parent is not None
-            key = 0 if node.key is None else codec.key_digest(node.key)
-            prefix = _PREFIX.pack(codec.NODE, number, ordinal, parent, node.id, key)
+            digest = codec.key_digest(node.key)
             record = codec.node_parts(number, ordinal, parent, node)
+            prefix = _PREFIX.pack(codec.NODE, number, ordinal, parent, node.id, digest)
             return self._remember(self._log.enqueue(((record, prefix),), waiting, told, before), (node.id,))
+        except StoreFailed:
+            self.check_writable()  # which says so where it is only read
+            raise
+
+    def attached(
+        self, number: int, before: SessionTree, node: Node, turn: Turn, details: Details, waiting: int, told: Sequence[object]
+    ) -> int:
+        """As :meth:`changed`, where all that is new behind ``before`` is ``node``, which is made of ``turn`` and ``details``."""
+        try:
+            if not self._sound:
+                self.check_writable()
+            index, ordinal, parent = before._index, before._count, node.parent
+            assert parent is not None
+            above = index.by_id.get(parent.id)
+            if above is None or above >= ordinal:
+                above = index.find_ordinal(parent, ordinal)
+                assert above is not None
+            if turn.media:
+                turn = turn._replace(runs=node.runs)
+            node_id, key = turn[0], turn[5]
+            digest = 0 if key is None else codec.digest_of_key(key)
+            record = codec.encode_turn(number, ordinal, above, *turn, details, digest)
+            prefix = _PREFIX.pack(codec.NODE, number, ordinal, above, node_id, digest)
+            return self._remember(self._log.enqueue(((record, prefix),), waiting, told, before), (node_id,))
         except StoreFailed:
             self.check_writable()  # which says so where it is only read
             raise

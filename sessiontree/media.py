@@ -98,20 +98,20 @@ class MediaItem(Sealed):
         if len(digest) != ID_BYTES:
             raise OutOfRange(f"an identity has {ID_BYTES} bytes, not {len(digest)}", value=len(digest), limit=ID_BYTES)
         self = object.__new__(cls)
-        _SET["modality"](self, kind)
-        _SET["identity"](self, digest)
-        _SET["spans"](self, _checked_spans(kind, digest, spans))
-        _SET["grid_thw"](self, None if grid_thw is None else _checked_grid(grid_thw))
-        _SET["second_per_grid_ts"](self, None if second_per_grid_ts is None else _checked_seconds(second_per_grid_ts))
-        _SET["audio_feature_length"](self, _checked_length(audio_feature_length))
-        _SET["target_sizes"](self, _checked_sizes(target_sizes))
-        _SET["placeholders_before"](self, _count(placeholders_before, "placeholders_before"))
+        _set_modality(self, kind)
+        _set_identity(self, digest)
+        _set_spans(self, _checked_spans(kind, digest, spans))
+        _set_grid_thw(self, None if grid_thw is None else _checked_grid(grid_thw))
+        _set_second_per_grid_ts(self, None if second_per_grid_ts is None else _checked_seconds(second_per_grid_ts))
+        _set_audio_feature_length(self, _checked_length(audio_feature_length))
+        _set_target_sizes(self, _checked_sizes(target_sizes))
+        _set_placeholders_before(self, _count(placeholders_before, "placeholders_before"))
         if not isinstance(unfinished, (bool, np.bool)):
             raise TypeError(f"unfinished is a bool, not {type(unfinished).__name__}")
-        _SET["unfinished"](self, bool(unfinished))
+        _set_unfinished(self, bool(unfinished))
         frozen = _frozen_extra(extra)
-        _SET["_extra"](self, frozen)
-        _SET["_extra_field"](self, (pack(_canonical(frozen)),) if frozen else ())
+        _set_extra(self, frozen)
+        _set_extra_field(self, (pack(_canonical(frozen)),) if frozen else ())
         return self
 
     __init_subclass__ = no_subclasses
@@ -193,6 +193,17 @@ class MediaItem(Sealed):
 
 
 _SET = seal(MediaItem)
+_set_modality = _SET["modality"]
+_set_identity = _SET["identity"]
+_set_spans = _SET["spans"]
+_set_grid_thw = _SET["grid_thw"]
+_set_second_per_grid_ts = _SET["second_per_grid_ts"]
+_set_audio_feature_length = _SET["audio_feature_length"]
+_set_target_sizes = _SET["target_sizes"]
+_set_placeholders_before = _SET["placeholders_before"]
+_set_unfinished = _SET["unfinished"]
+_set_extra = _SET["_extra"]
+_set_extra_field = _SET["_extra_field"]
 _OPTIONAL: Final = (
     "grid_thw",
     "second_per_grid_ts",
@@ -224,7 +235,8 @@ def placements(media: Iterable[MediaItem], num_tokens: int) -> list[Placement]:
         if not item.spans:
             raise MediaSpanError(f"{item} has no span", item=item, span=None)
         placed += [Placement(offset, offset + length, item) for offset, length in item.spans]
-    placed.sort(key=lambda placement: placement.start)
+    if len(placed) > 1:
+        placed.sort(key=lambda placement: placement.start)
     end = 0
     for start, stop, item in placed:
         if start < end:
@@ -241,7 +253,8 @@ def placements(media: Iterable[MediaItem], num_tokens: int) -> list[Placement]:
 
 def in_token_order(media: Iterable[MediaItem]) -> tuple[MediaItem, ...]:
     """Items by their first span: the one order a node keeps them in."""
-    return tuple(sorted(media, key=lambda item: item.spans[0][0]))
+    items = tuple(media)
+    return items if len(items) < 2 else tuple(sorted(items, key=lambda item: item.spans[0][0]))
 
 
 def each_content_once(items: Iterable[MediaItem]) -> tuple[MediaItem, ...]:
@@ -337,6 +350,8 @@ def _frozen_extra(extra: Any) -> PMap[str, Any]:
 
 
 def _rows(values: Any) -> Any:
+    if type(values) is list or type(values) is tuple:
+        return values
     values = to_numpy(values)
     return values.tolist() if isinstance(values, np.ndarray) else values
 
@@ -350,31 +365,28 @@ def _pair(values: Any, what: str) -> Span:
 
 
 def _checked_spans(modality: str, identity: bytes, spans: Any) -> tuple[Span, ...]:
-    pairs = sorted(_pair(span, "spans") for span in _rows(spans))
-    name = f"{modality} {identity[:4].hex()}"
+    pairs = sorted([_pair(span, "spans") for span in _rows(spans)])
     end = 0
     for offset, length in pairs:
-        if offset < 0 or length < 1 or offset + length > MAX_COUNT:
-            raise MediaSpanError(
-                f"{name}: span (offset {shown(offset)}, length {shown(length)}) is no run of tokens",
-                item=name,
-                span=(offset, length),
-            )
-        if offset < end:
-            raise MediaSpanError(
-                f"{name}: span (offset {offset}, length {length}) overlaps its own", item=name, span=(offset, length)
-            )
+        if offset < end or length < 1 or offset + length > MAX_COUNT:
+            name = f"{modality} {identity[:4].hex()}"
+            no_run = offset < 0 or length < 1 or offset + length > MAX_COUNT
+            why = "is no run of tokens" if no_run else "overlaps its own"
+            where = f"(offset {shown(offset)}, length {shown(length)})"
+            raise MediaSpanError(f"{name}: span {where} {why}", item=name, span=(offset, length))
         end = offset + length
     return tuple(pairs)
 
 
 def _checked_sizes(sizes: Any) -> tuple[Span, ...]:
+    if type(sizes) is tuple and not sizes:
+        return ()
     pairs = (_pair(size, "target_sizes") for size in _rows(sizes))
     return tuple((_count(height, "target_sizes"), _count(width, "target_sizes")) for height, width in pairs)
 
 
 def _checked_grid(grid_thw: Any) -> tuple[int, int, int]:
-    grid = tuple(as_index(size, "grid_thw") for size in _rows(grid_thw))
+    grid = tuple([as_index(size, "grid_thw") for size in _rows(grid_thw)])
     if len(grid) != 3 or min(grid) < 1 or max(grid) >= MAX_COUNT:
         raise PositionError(f"grid_thw is three sizes of 1 to {MAX_COUNT - 1}, not {', '.join(map(shown, grid))}", grid_thw=grid)
     return grid

@@ -525,7 +525,8 @@ def write_positions(node: Node, start: int, stop: int, mode: Mode, out: NDArray[
 
 def position_pieces(node: Node, start: int, stop: int, mode: Mode) -> list[Piece]:
     """What of its path's runs covers path tokens ``[start, stop)``, in path order; columns count from ``start``."""
-    positions_in(node, mode)  # an empty window of an unknown mode is refused too
+    if mode.__class__ is not str or mode != "as_decoded":
+        positions_in(node, mode)  # an empty window of an unknown mode is refused too
     pieces: list[Piece] = []
     if start == stop:
         return pieces
@@ -533,7 +534,9 @@ def position_pieces(node: Node, start: int, stop: int, mode: Mode) -> list[Piece
     while True:
         begin, end = max(start, at.start), min(stop, at.stop)
         if begin < end:
-            pieces.append(Piece(begin - start, positions_in(at, mode).runs, begin - at.start, end - at.start))
+            replayed = at.replayed
+            runs = at.runs if replayed is None or mode == "as_decoded" else replayed.runs
+            pieces.append(Piece(begin - start, runs, begin - at.start, end - at.start))
         if at.start <= start:
             break
         at = _parent(at)

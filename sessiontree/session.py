@@ -389,6 +389,9 @@ class Session:
         return node
 
     def _close_draft(self, draft: Draft, how: HowClosed) -> None:
+        if how == "committed" and self._feed.meter is None:  # nobody is told of that
+            draft._shut(how)
+            return
         self._end_draft(draft, how)
         self._feed.pass_on()
 
@@ -415,7 +418,7 @@ class Session:
         while True:
             number = self._generations + 1
             self._generations = number  # no call since it was read: nothing that comes in between gets the same
-            own = f"{self.id}/{self.incarnation}/{number}"
+            own = f"{self._id}/{self._incarnation}/{number}"
             if not self._tree._has_key(parent, own):
                 return own
 
@@ -470,13 +473,7 @@ class Session:
         store = self._store
         journal = store._journal
         if journal is not None:
-
-            def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
-                if self._dropped:
-                    self._check_there(tree, parent)
-                return tree._attach_alone(parent, turn, details, None, reserved, True)
-
-            return self._swap_durably(journal, attach)
+            return self._attach_on_disk(journal, parent, turn, details, reserved)
         feed = self._feed
         with self._lock:
             while True:
@@ -504,6 +501,56 @@ class Session:
             self._touch()
         feed.pass_on()
         return node
+
+    def _attach_on_disk(self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int) -> Node:
+        if not journal.waits:
+            node = self._attach_at_rest(journal, parent, turn, details, reserved)
+            if node is not None:
+                self._feed.pass_on()
+                journal.relieve()
+                return node
+
+        def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
+            self._check_there(tree, parent)
+            return tree._attach_alone(parent, turn, details, None, reserved, True)
+
+        return self._swap_durably(journal, attach)
+
+    def _attach_at_rest(self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int) -> Node | None:
+        """As :meth:`_swap_durably`, without its calls, where the disk is not waited for.
+
+        None where something comes in between, an interrupt left something over, or there is such a node: that is not for here.
+        """
+        told = self._told
+        with self._lock:
+            before = self._written
+            if self._closed or self._doubtful or self._tree is not before or told[0] is not before:
+                return None
+            if self._dropped:
+                self._check_there(before, parent)
+            after, node = before._attach_alone(parent, turn, details, None, reserved, True)
+            if after is before or self._written is not before:
+                return None
+            self._written = after
+            assert self._number is not None
+            try:
+                waiting = journal.attached(self._number, before, node, turn, details, self._waiting, told)
+            except Overtaken:
+                self._tell(journal)
+            except SessionTreeError:  # as there
+                self._written = told[0]
+                raise
+            else:
+                if told[0] is before:  # else what came in between has told of more
+                    told[0] = after
+                self._waiting = max(self._waiting, waiting)
+                self._touch()
+            if self._feed.wanted:
+                while not self._turn(self._tree, self._written):
+                    pass
+            else:  # from here to the next line nothing comes in between
+                self._tree = self._written
+            return node
 
     def _check_there(self, tree: SessionTree, parent: Node) -> None:
         """A node that was found before the lock was taken may have been dropped since. Raises UnknownNode."""

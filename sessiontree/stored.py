@@ -171,7 +171,7 @@ class StoredIndex(NodeIndex):
     def missing(self) -> int:
         return self.source.missing
 
-    def add(self, node: Node) -> None:
+    def put(self, node: Node, node_id: bytes, slot: bytes | None) -> None:
         raise AssertionError("a stored index is never written to")
 
     def own_children(self, parent: Node, visible: int) -> Iterator[tuple[int, Node]]:

@@ -34,7 +34,7 @@ from sessiontree.errors import (
 from sessiontree.features import FeatureStore
 from sessiontree.frozen import Sealed, checked_text, freeze_metadata, no_subclasses, seal
 from sessiontree.heads import Head, handed_head
-from sessiontree.index import Limits, NodeIndex
+from sessiontree.index import Limits, NodeIndex, slot_of
 from sessiontree.media import MediaItem, placements
 from sessiontree.node import Lineage, Namespace, Node, make_child, make_root
 from sessiontree.positions import ExternalPositions, PositionScheme
@@ -482,8 +482,10 @@ class SessionTree(Sealed):
         """
         index = self._index
         turn_id, data, media, origin, role, key, runs, state, replayed = turn
-        if key is not None or index.base_count or turn_id in index.by_id:  # else it is new: by far the commonest case
-            found = index.find_child(parent, turn_id, key, self._count)
+        count = self._count
+        slot = None if key is None else slot_of(parent, key)
+        if (slot is not None and slot in index.by_key) or index.base_count or turn_id in index.by_id:  # else it is new: mostly
+            found = index.find_child(parent, turn_id, key, count)
             if found is not None:
                 if found.id != turn_id:
                     raise KeyTaken(f"key {key!r} under {parent!r} names other content: {found!r}", key=key, node=found)
@@ -498,9 +500,9 @@ class SessionTree(Sealed):
             index.busy = True
         try:
             carry = carry and (mine or not self._writes)
-            newest = mine and index.base_count + len(index.nodes) == self._count
+            newest = mine and index.base_count + len(index.nodes) == count
             if not newest or (carry and index.layers > MAX_LAYERS):
-                index = index.layer(self._count, carry)
+                index = index.layer(count, carry)
             if extent is None:
                 extent = parent._extent
                 if not data:
@@ -510,10 +512,10 @@ class SessionTree(Sealed):
                 else:
                     extent = Extent(index.writer, extent, parent.stop, data, extent.paths)
             node = make_child(parent, turn_id, stop, media, origin, role, key, runs, state, replayed, details, extent)
-            index.add(node)
+            index.put(node, turn_id, slot)
             tree: SessionTree = _new(SessionTree)  # as _value, without a Python call
             _set_index(tree, index)
-            _set_count(tree, self._count + 1)
+            _set_count(tree, count + 1)
             _set_heads(tree, self._heads)
             _set_moves(tree, self._moves)
             _set_writes(tree, True)

@@ -76,7 +76,10 @@ def plan_turn(
         replayed = None if otherwise is None else scheme.plan(otherwise, data, items)
     else:
         placed = scheme.plan_decode(before, len(data) // TOKEN_BYTES)
-        replayed = scheme.plan(otherwise or before, data)
+        if otherwise is None and before[1] == before[2] + 1 and not (before[4] or placed[1][4]):
+            replayed = None  # no family places plain text otherwise where it goes on right behind all there is
+        else:
+            replayed = scheme.plan(otherwise or before, data)
     runs, state = placed
     differs = None if replayed is None or replayed == placed else TurnPositions(*replayed)
     if items:

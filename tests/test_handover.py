@@ -45,7 +45,7 @@ from sessiontree import (
 )
 from sessiontree.aio import AsyncStore
 from sessiontree.bundles import export_bundle, open_bundle
-from sessiontree.digest import root_id
+from sessiontree.digest import pack, root_id
 from sessiontree.handover import unpacked
 from tests.reference import Segment
 from tests.threads import in_threads
@@ -733,7 +733,7 @@ def test_what_is_too_large_is_not_looked_at(samples: tuple[Session, list[bytes]]
 
 def _changed(fields: tuple[Any, ...], **changes: Any) -> bytes:
     names = ("parent_id", "key", "role", "metadata", "data", "states", "computed", "openings")
-    packed: bytes = codec._pack(tuple(changes.get(name, value) for name, value in zip(names, fields, strict=True)))
+    packed: bytes = pack(tuple(changes.get(name, value) for name, value in zip(names, fields, strict=True)))
     return packed
 
 

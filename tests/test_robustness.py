@@ -453,7 +453,7 @@ def test_finalizers_that_append() -> None:
 INTERRUPTED: dict[str, Any] = {
     "SessionTree._attach_alone": SessionTree._attach_alone,
     "SessionTree._attach_all": SessionTree._attach_all,
-    "NodeIndex.add": NodeIndex.add,
+    "NodeIndex.put": NodeIndex.put,
     "NodeIndex.find_child": NodeIndex.find_child,
     "Extent.__init__": Extent.__init__,
     "Extent.append": Extent.append,

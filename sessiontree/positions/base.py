@@ -17,6 +17,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import attrs
@@ -25,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 from pyrsistent import PMap, pmap
 
 from sessiontree.errors import MediaSpanError, PositionError, PositionLimitExceeded, Unsupported
-from sessiontree.frozen import Sealed, checked_text, frozen_array, handed_out, no_subclasses, seal
+from sessiontree.frozen import Sealed, checked_text, frozen_array, no_subclasses, seal
 from sessiontree.media import CONTENT_FIELDS, MediaItem, Placement, placements
 from sessiontree.positions.runs import ExternalRun, Piece, Runs, TextRun, grid_run, packed, write
 from sessiontree.tokens import TOKEN_BYTES, Position, TokenIds, as_index, shown, token_bytes
@@ -84,7 +85,7 @@ class Cursor:
         self.max_position = max(self.max_position, greatest)
 
     def state(self) -> PositionState:
-        return PositionState(self.num_tokens, self.next_position, self.max_position, tuple(self.open_blocks), self.carried)
+        return _state((self.num_tokens, self.next_position, self.max_position, tuple(self.open_blocks), self.carried))
 
 
 @attrs.frozen(init=False, eq=False, repr=False)
@@ -165,7 +166,7 @@ class PositionScheme(Sealed):
 
     name: str
     rule: str
-    _params: PMap[str, Any]
+    _params: Mapping[str, Any]
     max_position_limit: int
 
     def __new__(cls, rule: str, params: Mapping[str, Any]) -> PositionScheme:
@@ -181,7 +182,7 @@ class PositionScheme(Sealed):
         put = _SET_SCHEME
         put["rule"](self, rule)
         put["name"](self, f"{self.family}@{rule}")
-        put["_params"](self, pmap({key: value for key, value in known.items() if value is not None}))
+        put["_params"](self, MappingProxyType({key: value for key, value in known.items() if value is not None}))
         put["max_position_limit"](self, known["max_position_limit"])
         return self
 
@@ -193,8 +194,7 @@ class PositionScheme(Sealed):
     @property
     def params(self) -> PMap[str, Any]:
         """The parameters given, with defaults filled in; those that were not given and have no default are absent."""
-        params: PMap[str, Any] = handed_out(self._params)
-        return params
+        return pmap(self._params)
 
     def __reduce__(self) -> Any:
         return type(self), (self.rule, dict(self._params))
@@ -205,7 +205,7 @@ class PositionScheme(Sealed):
         return self.name == other.name and self._params == other._params
 
     def __hash__(self) -> int:
-        return hash((self.name, self._params))
+        return hash((self.name, frozenset(self._params.items())))
 
     def __repr__(self) -> str:
         given = "".join(f", {key}={self._params[key]}" for key in sorted(self._params))
@@ -283,14 +283,18 @@ class PositionScheme(Sealed):
 
     def plan_decode(self, state: PositionState, count: int) -> tuple[Runs, PositionState]:
         """Position runs of ``count`` generated tokens and the state after them."""
-        if state.open_block is not None:
-            _refuse_inside(state.open_block, "nothing can be generated")
+        before, following, top, open_blocks, _ = state
+        if open_blocks:
+            _refuse_inside(open_blocks[-1], "nothing can be generated")
         if not count:
-            return int(state.next_position), state
-        base = int(state.max_position) + 1
+            return int(following), state
+        stop, base = before + count, int(top) + 1
         after = base + count
-        self._check_limit(after - 1)
-        return base, _state((state.num_tokens + count, after, after - 1, (), self.carried_behind(state, ())))
+        if after > self.max_position_limit:
+            self._check_limit(after - 1)
+        if after == stop:
+            after = stop  # as above
+        return base, _state((stop, after, after - 1, (), self.carried_behind(state, ())))
 
     def plan_table(
         self, state: PositionState, count: int, external: ExternalPositions, media: Sequence[MediaItem] = ()
@@ -437,11 +441,12 @@ class PositionScheme(Sealed):
 
     def _plan_blocks(self, state: PositionState, data: bytes, placed: list[Placement]) -> tuple[Runs, PositionState]:
         count = len(data) // TOKEN_BYTES
-        inside = next((block for block in state.open_blocks if block.base is not None), None)
-        if inside is not None and count:
-            if not placed or placed[0].start:
-                _refuse_inside(inside, "other tokens cannot stand before the rest of it")
-            _check_continues(inside, placed[0].item)
+        if state.open_blocks and count:
+            inside = next((block for block in state.open_blocks if block.base is not None), None)
+            if inside is not None:
+                if not placed or placed[0].start:
+                    _refuse_inside(inside, "other tokens cannot stand before the rest of it")
+                _check_continues(inside, placed[0].item)
         cursor = Cursor(state)
         begun: dict[int, _Part] = {}
         at = 0
@@ -509,8 +514,9 @@ class PositionScheme(Sealed):
                 span=span,
                 limit=part.block,
             )
-        is_last = (start, stop - start) == item.spans[-1]
-        _check_count(item, span, last, part.total, count, is_last=is_last, whole_block=end == part.block)
+        if last != part.total or item.unfinished:
+            is_last = (start, stop - start) == item.spans[-1]
+            _check_count(item, span, last, part.total, count, is_last=is_last, whole_block=end == part.block)
         base = part.base if first else self.begin_block(cursor, item)
         for run in self.block_runs(cursor, item, base, first, end):
             cursor.add(run, self.greatest(run))

@@ -260,6 +260,7 @@ def write(pieces: Sequence[Piece], out: NDArray[Any]) -> None:
     """
     texts: list[Any] = []  # (column where it begins, base, what to add to the column's index before the base)
     others: list[tuple[int, Any, int, int]] = []
+    whole = True  # all text stands at whole numbers
     for at, runs, start, stop in pieces:
         if isinstance(runs, int):
             texts.append((at, 0, runs + start - at))
@@ -272,16 +273,17 @@ def write(pieces: Sequence[Piece], out: NDArray[Any]) -> None:
                 if kind == _TEXT:
                     texts.append((column, 0, fields[0] + first - column))
                 elif kind == _FLOAT_TEXT:
+                    whole = False
                     texts.append((column, fields[0], fields[1] + first - column))
                 else:
                     others.append((column, _KINDS[kind](length, *fields), first, last))
             begin += length
             if begin >= stop:
                 break
-    if 0 < len(texts) <= _FEW and not any(base for _, base, _ in texts):
+    if whole and len(texts) <= _FEW:
         stop = out.shape[1]
         for column, _, shift in reversed(texts):
-            out[:, column:stop] = counted(stop)[column:] + shift
+            out[:, column:stop] = counted(stop + shift, column + shift)
             stop = column
     elif texts:
         columns, bases, shifts = zip(*texts, strict=True)
@@ -411,8 +413,12 @@ def _write_grid(first: int, stop: int, height: int, width: int, times: Any, base
     if (stop - first) % size == 0 == first:  # whole frames
         frames = out.reshape(3, -1, height, width)
         frames[0] = times[:, None, None] if isinstance(times, np.ndarray) else times
-        frames[1] = counted(height).astype(number)[:, None] + number(base)
-        frames[2] = counted(width).astype(number) + number(base)
+        if isinstance(base, float):
+            frames[1] = counted(height).astype(number)[:, None] + number(base)
+            frames[2] = counted(width).astype(number) + number(base)
+        else:
+            frames[1] = counted(base + height, base)[:, None]
+            frames[2] = counted(base + width, base)
         return
     frame, place = np.divmod(np.arange(first, stop), size)
     row, column = np.divmod(place, width)
@@ -420,15 +426,16 @@ def _write_grid(first: int, stop: int, height: int, width: int, times: Any, base
     out[1], out[2] = row.astype(number) + number(base), column.astype(number) + number(base)
 
 
-def counted(count: int) -> NDArray[np.int64]:
-    """0, 1, ..., count - 1; a read-only view of numbers that are kept."""
+def counted(stop: int, start: int = 0) -> NDArray[np.int64]:
+    """start, start + 1, ..., stop - 1, none below 0; a read-only view of numbers that are kept, as far as they are."""
     known = _numbers[0]
-    if len(known) < count:
-        known = np.arange(max(count, 2 * len(known)))
+    if len(known) < stop:
+        if stop > _MOST_KEPT:
+            return np.arange(start, stop)
+        known = np.arange(min(max(stop, 2 * len(known)), _MOST_KEPT))
         known.setflags(write=False)
-        if len(known) <= _MOST_KEPT:
-            _numbers[0] = known
-    return known[:count]
+        _numbers[0] = known
+    return known[start:stop]
 
 
 _FEW: Final = 4  # runs of text that are written one by one: many are written together

@@ -537,6 +537,9 @@ class Session:
                 waiting = journal.attached(self._number, before, node, turn, details, self._waiting, told)
             except Overtaken:
                 self._tell(journal)
+            except WriteLost:
+                self._written = told[0]
+                return None
             except SessionTreeError:  # as there
                 self._written = told[0]
                 raise

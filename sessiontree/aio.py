@@ -340,9 +340,19 @@ class AsyncSession:
         metadata: Mapping[str, Any] | None = None,
     ) -> Node:
         """Commit a draft of this session. See :meth:`Draft.commit`. Until this raises, the draft is to be left alone."""
+        if not isinstance(draft, Draft):
+            raise TypeError(f"a Draft is committed, not {type(draft).__name__}")
         reopen = partial(draft._reopen, draft._host)
         commit = partial(draft.commit, finish_reason, length, tail_policy, metadata=metadata)
         return await self._do(commit, "commit", undo=reopen)
+
+    async def abort(self, draft: Draft) -> None:
+        """Give a draft of this session up. See :meth:`Draft.abort`, which may wait for who writes to the session."""
+        await self._do(draft.abort, "abort")
+
+    async def hand_over(self, draft: Draft, *, with_path: bool = False) -> bytes:
+        """Close a draft here, to go on elsewhere. See :meth:`Draft.hand_over`."""
+        return await self._do(partial(draft.hand_over, with_path=with_path), "hand_over")
 
     async def head(self, name: str) -> Head:
         """A head with its version, its node read. Raises UnknownHead, CorruptTree."""

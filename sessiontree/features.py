@@ -374,10 +374,10 @@ class FeatureStore:
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise NeedsMedia(f"no features are held of {some}{more}", items=tuple(missing.values()))
 
-    def release(self, nbytes: int) -> int:
+    def release(self, nbytes: int, spared: Container[Any] = ()) -> int:
         """Keep no longer what was not used for longest, until so many bytes are free or others hold all the rest: how many are.
 
-        Only where there are files, from which they come back.
+        ``spared``: contents that stay. Only where there are files, from which they come back.
         """
         if self.files is None:
             return 0
@@ -388,7 +388,7 @@ class FeatureStore:
                 if freed >= nbytes:
                     break
                 entry = self._entries.get(content)
-                if entry is not None and _references(self._kept, content) <= _ALONE:
+                if entry is not None and content not in spared and _references(self._kept, content) <= _ALONE:
                     freed += entry.nbytes
                     released.append(self._kept.pop(content, None))
         del released  # without the lock: whatever is told of their end runs then

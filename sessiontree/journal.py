@@ -901,8 +901,8 @@ class Journal:
 
     # Writing
 
-    def create(self, session_id: str, tree: SessionTree, tip: tuple[int, int] | None, drops: int = 0) -> tuple[int, int]:
-        """Record a new session with all that its tree holds: its number, and which opening of the store this is.
+    def create(self, session_id: str, tree: SessionTree, tip: tuple[int, int] | None, drops: int = 0) -> tuple[int, int, int]:
+        """Record a new session with all that its tree holds: its number, which opening of the store this is, what to wait for.
 
         ``tip``: whose node's path it shares, seen while there had been so many ``drops``. Raises Overtaken where there were more
         since: what it shares may have been dropped. Waits where changes are waited for.
@@ -929,7 +929,7 @@ class Journal:
             self._log.wait(waiting)
         with self._lock:
             self._ids[session_id] = number
-        return number, incarnation
+        return number, incarnation, waiting
 
     def pin(self, number: int, ordinal: int, node_id: bytes, pinned: bool, waiting: int) -> None:
         """Record that a node, which rests on ``waiting``, is pinned or no longer. Waits for it where changes are waited for."""

@@ -96,6 +96,7 @@ class Session:
 
     __slots__ = (
         "__weakref__",
+        "_brought",
         "_closed",
         "_doubtful",
         "_dropped",
@@ -109,6 +110,7 @@ class Session:
         "_light",
         "_limits",
         "_lock",
+        "_made",
         "_number",
         "_open_drafts",
         "_pins",
@@ -137,9 +139,11 @@ class Session:
         self._closed = False
         self._generations = 0  # how many keys it has made
         self._open_drafts: WeakSet[Draft] = WeakSet()
+        self._brought: set[str] = set()  # keys of drafts that came from elsewhere
         self._pins: dict[bytes, int] = {}  # ids of the pinned nodes
         self._dropped = False  # whether nodes ever were, so that one that was found before may be gone
         self._doubtful = False  # whether something may have been recorded that is not seen here
+        self._made = 0  # what the journal said to wait for until it is on disk that there is such a session
         self._light: SessionTree | None = None  # a tree of which no node is here for the session's sake
         self._kept: tuple[Node, ...] = ()  # what pins hold, of a session whose other nodes went to disk
         self._held = 0  # bytes that were counted for it when the store looked last
@@ -359,6 +363,7 @@ class Session:
             self._check_open()
             parcel.check_opening(self._store._identity, self.incarnation)
             draft = parcel.draft(tree, self)
+            self._brought.add(draft.key)
             self._open_drafts.add(draft)
             if (meter := self._feed.meter) is not None:
                 meter.opened_draft()
@@ -419,7 +424,7 @@ class Session:
             number = self._generations + 1
             self._generations = number  # no call since it was read: nothing that comes in between gets the same
             own = f"{self._id}/{self._incarnation}/{number}"
-            if not self._tree._has_key(parent, own):
+            if own not in self._brought and not self._tree._has_key(parent, own):
                 return own
 
     def record(
@@ -1049,7 +1054,7 @@ class Session:
             or self._unsettled
             or self._tree is not written
             or self._told[0] is not written
-            or not journal.is_durable(self._waiting)
+            or not journal.is_durable(max(self._made, self._waiting))
         )
 
     def _lighten(self, journal: Journal) -> bool:

@@ -59,14 +59,11 @@ class Sleepers:
                 self._rows[number] = Sleeper(0, 0, 0.0)
                 self._count -= 1
 
-    def expire(self, now: float, idle_ttl: float) -> list[tuple[int, int]]:
-        """(incarnation, number) of those that lay idle for so long, no longer asleep."""
+    def idle(self, now: float, idle_ttl: float) -> list[tuple[int, int]]:
+        """(incarnation, number) of those that lay idle for so long; who was used before the first tick was at ``now``."""
         with self._lock:
             rows = self._rows
             asleep = rows["incarnation"] > 0
             rows["last_used"][asleep & (rows["last_used"] == -math.inf)] = now
-            idle = np.flatnonzero(asleep & (now - rows["last_used"] >= idle_ttl))
-            found = list(zip(rows["incarnation"][idle].tolist(), idle.tolist(), strict=True))
-            rows["incarnation"][idle] = 0
-            self._count -= len(found)
-            return found
+            found = np.flatnonzero(asleep & (now - rows["last_used"] >= idle_ttl))
+            return list(zip(rows["incarnation"][found].tolist(), found.tolist(), strict=True))

@@ -142,7 +142,7 @@ class SessionStore:
         self._collects = False
         self._awake: set[str] = set()  # ids of sessions that were open at any time since gc began
         self._opening = new_lock()  # for taking sessions from the disk: one thread makes each
-        self._creating: set[str] = set()  # ids of sessions that are being written there
+        self._creating: dict[str, Any] = {}  # by id, the locks of whoever is writing new sessions there
 
     @classmethod
     def in_memory(
@@ -293,55 +293,74 @@ class SessionStore:
     def _open_durably(
         self, journal: Journal, session_id: str, tree: SessionTree, tip: tuple[int, int] | None, drops: int
     ) -> Session:
-        mine = False
-        try:
-            with self._opening:
-                self._check_open()
-                if session_id in self._sessions or session_id in self._creating or journal.number_of(session_id) is not None:
-                    raise SessionExists(f"session {session_id!r} is in the store", session_id=session_id)
-                mine = True  # before it is said: an interrupt must leave nothing behind
-                self._creating.add(session_id)
-                self._wake(session_id)
-            number, incarnation = journal.create(session_id, tree, tip, drops)  # which may wait for the disk
-            session = Session(session_id, incarnation, tree, self, number)
-            with self._lock:
-                self._put(session)
-            session._touch()
-            self._feed.pass_on()
-        finally:
-            if mine:
-                self._creating.discard(session_id)
+        making = new_lock()
+        with making:
+            try:
+                with self._opening:
+                    self._check_open()
+                    if session_id in self._sessions or session_id in self._creating or journal.number_of(session_id) is not None:
+                        raise SessionExists(f"session {session_id!r} is in the store", session_id=session_id)
+                    self._creating[session_id] = making
+                    self._wake(session_id)
+                number, incarnation, waiting = journal.create(session_id, tree, tip, drops)  # which may wait for the disk
+                session = Session(session_id, incarnation, tree, self, number)
+                session._made = waiting
+                with self._lock:
+                    self._put(session)
+                session._touch()
+            finally:
+                if self._creating.get(session_id) is making:
+                    del self._creating[session_id]
+        self._feed.pass_on()
         return session
 
     def _found(self, journal: Journal, session_id: str) -> Session | None:
         """A session that lies in the store, opened again; where the store is only read, as it is now."""
-        with self._opening:
-            self._check_open()
-            session = self._sessions.get(session_id)
-            if session is not None and not journal.follows:
-                return session
-            number = journal.number_of(session_id)
-            if number is None:
-                return None
-            tree, pins = journal.tree(number)
-            if session is None or session._number != number:  # or it was dropped, and made again
-                slept = self._asleep.get(number)
-                incarnation = journal.opened(number) if slept is None else slept.incarnation
-                session = Session(session_id, incarnation, tree, self, number)
-                session._pins = pins
-                if slept is not None:
-                    session._generations, session._last_used = slept.generations, slept.last_used
-                    session._adopt_nodes(self._survivors.pop(number, ()))
-                self._wake(session_id)
-                with self._lock:
-                    if slept is None:
-                        self._put(session, again=True)
-                    else:  # it was open all the time
-                        self._sessions[session_id] = session
-                        self._asleep.remove(number)
-            else:
-                session._follow(tree, pins)
-        self._feed.pass_on()
+        while True:
+            with self._opening:
+                self._check_open()
+                making = self._creating.get(session_id)  # before the sessions, among which it is put first
+                session = self._sessions.get(session_id)
+                if session is not None or making is None:
+                    return self._taken(journal, session_id, session)
+            if making._is_owned():
+                return None  # a signal handler, in the middle of making it
+            with making:  # until it is made, or refused
+                pass
+
+    def _taken(self, journal: Journal, session_id: str, session: Session | None) -> Session | None:
+        """The same; ``session``: the one that is open. The lock for opening is held."""
+        if session is not None and not journal.follows:
+            return session
+        number = journal.number_of(session_id)
+        if session is not None and session._number != number:  # it was dropped, and perhaps made again
+            with session._lock:
+                told = session._closed
+                session._end()
+                session._drop_whole(told=True)
+            if not told:
+                self._forget(session)
+            session = None
+        if number is None:
+            return None
+        tree, pins = journal.tree(number)
+        if session is not None:
+            session._follow(tree, pins)
+            return session
+        slept = self._asleep.get(number)
+        incarnation = journal.opened(number) if slept is None else slept.incarnation
+        session = Session(session_id, incarnation, tree, self, number)
+        session._pins = pins
+        if slept is not None:
+            session._generations, session._last_used = slept.generations, slept.last_used
+            session._adopt_nodes(self._survivors.pop(number, ()))
+        self._wake(session_id)
+        with self._lock:
+            if slept is None:
+                self._put(session, again=True)
+            else:  # it was open all the time
+                self._sessions[session_id] = session
+                self._asleep.remove(number)
         return session
 
     def adopt(self, data: bytes | bytearray | memoryview) -> Draft:
@@ -398,6 +417,14 @@ class SessionStore:
         ``scheme``, ``model_fingerprint``: what the session is expected to have been created with; None is not checked. Raises
         UnknownSession, IncompatibleStore saying what was expected and what was found, CorruptTree.
         """
+        found = self._got(session_id)
+        self._feed.pass_on()
+        _check_expected(found, scheme, model_fingerprint)
+        found._touch()
+        return found
+
+    def _got(self, session_id: str) -> Session:
+        """The same, not used by that, and nobody told yet."""
         with self._lock:
             self._check_open()
             found = self._sessions.get(session_id)
@@ -407,8 +434,6 @@ class SessionStore:
             lost = self.damaged_sessions if self.damaged else ()
             beside = f"; the ids of sessions {', '.join(map(str, lost))} are lost to damage" if lost else ""
             raise UnknownSession(f"no open session {session_id!r}{beside}", session_id=session_id)
-        _check_expected(found, scheme, model_fingerprint)
-        found._touch()
         return found
 
     def sessions(self) -> tuple[str, ...]:
@@ -495,15 +520,17 @@ class SessionStore:
         journal = self._journal
         if journal is not None:
             with self._opening:
-                expired = self._asleep.expire(now, idle_ttl)
-                names = journal.names_of([number for _, number in expired])
-                for incarnation, number in expired:
+                idle = self._asleep.idle(now, idle_ttl)
+                names = journal.names_of([number for _, number in idle])
+                for incarnation, number in idle:
+                    session_id = names.get(number)  # where its record is damaged, it has none any more
+                    batch = () if session_id is None else news.closed(session_id, incarnation, self._feed.wanted, expired=True)
+                    self._asleep.remove(number)
                     self._survivors.pop(number, None)
-                    if (session_id := names.get(number)) is None:
-                        continue  # its record is damaged, so that it has no name any more
-                    closed.append((incarnation, session_id))
-                    if batch := news.closed(session_id, incarnation, self._feed.wanted, expired=True):
+                    if batch:
                         self._feed.put(batch)
+                    if session_id is not None:
+                        closed.append((incarnation, session_id))
         return closed
 
     def _look(self) -> None:
@@ -514,8 +541,12 @@ class SessionStore:
                 session = fresh.popitem()[1]
             except KeyError:  # somebody else was quicker
                 return
-            session._last_used = self._now
-            self._count_bytes(session)
+            try:
+                session._last_used = self._now
+                self._count_bytes(session)
+            except BaseException:  # interrupted: it is looked at again
+                fresh.setdefault(session.id, session)
+                raise
 
     def _count_bytes(self, session: Session) -> None:
         held = session._count_bytes()
@@ -541,7 +572,7 @@ class SessionStore:
         usage = before = self.usage()
         features = paths = 0
         if usage.memory_bytes > target:
-            features = self._features.release(usage.memory_bytes - target)
+            features = self._features.release(usage.memory_bytes - target, self._needed())
             usage = self.usage()
         if usage.memory_bytes > target:
             paths = usage.path_cache_bytes
@@ -561,6 +592,16 @@ class SessionStore:
                     self._survivors.pop(number, None)
             self._feed.pass_on()
         return Evicted(before.memory_bytes, self.usage().memory_bytes, features, paths, tuple(sessions))
+
+    def _needed(self) -> set[tuple[Any, ...]]:
+        """Contents of the media on the paths of open drafts and of pinned nodes."""
+        needed: set[tuple[Any, ...]] = set()
+        for session in list(self._sessions.values()):
+            held = [draft.parent for draft in session._drafts()] if len(session._open_drafts) else []
+            with suppress(SessionTreeError):  # a pin that cannot be read holds nothing
+                held += map(session.node, session.pins)
+            needed.update(item.content() for node in held for item, _, _ in node.media_spans())
+        return needed
 
     def _put_away_until(self, journal: Journal, target: int) -> Iterator[str]:
         """Ids of the sessions that go, one by one, until the store holds no more than ``target`` bytes."""
@@ -583,15 +624,18 @@ class SessionStore:
             if session is None:
                 return False
             lock, alive = session._lock, ref(session)
-            with lock:  # whoever writes to the session comes in before or after
+            if not lock.acquire(blocking=False):
+                return False  # it is in use; and nobody who wants another session is to wait for that
+            try:  # whoever writes to the session comes in before or after
                 number = session._number
                 # Where others write, a session that is looked at again says what is new in it, so it stays.
                 if number is not None and not journal.follows and session._at_rest(journal):
                     used = session_id in self._fresh  # since the store looked
                     sleeper = Sleeper(session.incarnation, session._generations, self._now if used else session._last_used)
-                    nodes, held = session._refs(), session._held
+                    nodes, held = session._refs(), 0
                     try:
                         with self._lock:
+                            held = session._held
                             del self._sessions[session_id]
                             self._fresh.pop(session_id, None)
                         del session  # here it goes, where nobody else holds it
@@ -601,6 +645,8 @@ class SessionStore:
                         self._leave(number, nodes)
                         self._feed.tell(Event("evicted", session_id, sleeper.incarnation, nbytes=held))
                         return True
+            finally:
+                lock.release()
         before = self._held + self._nodes.held_bytes()
         if not session._lighten(journal):
             return False
@@ -643,7 +689,7 @@ class SessionStore:
         if self._opening._is_owned():
             raise Unsupported("no session is dropped in the middle of opening one")
         with self._opening:
-            session = self.get(session_id)
+            session = self._got(session_id)
             session._check_alone(journal is not None and journal.waits)
             with session._lock:
                 if journal is not None:

@@ -204,7 +204,11 @@ class StoredIndex(NodeIndex):
 
     def living(self) -> list[tuple[int, Node]]:
         """Those of its nodes that somebody holds, by ordinal."""
-        return list(self._known.items())
+        while True:
+            try:
+                return list(self._known.items())
+            except RuntimeError:  # somebody read another meanwhile
+                continue
 
     def held_bytes(self) -> int:
         """Bytes of what finds its nodes; those that somebody holds are counted by whoever counts all of these."""

@@ -955,3 +955,15 @@ def test_progress_is_within_the_path() -> None:
     with pytest.raises(DraftClosed):
         draft.preempt()
     assert draft.num_computed_tokens == 0
+
+
+def test_a_draft_of_ones_own_has_no_key_that_was_brought() -> None:
+    source = SessionStore.in_memory().create("s", scheme="text@hf5")
+    brought = SessionStore.in_memory().adopt(source.draft(source.root).hand_over(with_path=True))
+    here = brought.parent
+    session = brought._host
+    assert isinstance(session, Session)
+    own = session.draft(session.node(here.id))
+    for draft in (brought, own):
+        draft.extend([1, 2])
+    assert brought.key != own.key and brought.commit() != own.commit()

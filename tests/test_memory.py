@@ -686,3 +686,88 @@ def test_what_cannot_go_is_not_told_of(tmp_path: Path) -> None:
         told = [event.session_id for event in heard.poll()]
         assert len(told) == len(set(told)), "each once at most"
         assert [session.head("main").node for session in held] == nodes
+
+
+@pytest.mark.parametrize("durability", ["group", "commit"])
+def test_a_session_that_is_being_made_is_got_once_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: Any) -> None:
+    with SessionStore.open(tmp_path / "store", durability=durability) as store:
+        made, got = journal.Journal.create, list[Session]()
+        others: list[threading.Thread] = []
+
+        def create(self: journal.Journal, *args: Any) -> Any:
+            answer = made(self, *args)
+            others.append(threading.Thread(target=lambda: got.append(store.get("s"))))
+            others[0].start()  # the disk knows it, and the store not yet
+            return answer
+
+        monkeypatch.setattr(journal.Journal, "create", create)
+        session = store.create("s", scheme="text@hf5")
+        others[0].join()
+        assert got == [session]
+
+
+def test_what_the_disk_refused_of_a_new_session_stays_in_memory() -> None:
+    disk = Disk()
+    store = open_on(disk, durability="group")
+    source = SessionStore.in_memory().create("x", scheme="text@hf5")
+    tip = source.append(source.root, [1, 2, 3])
+    disk.fault = Fault(1, errno.EIO, frozenset({"pwrite", "fdatasync"}), forever=True)
+    store.fork(source, tip, "fork")
+    with suppress(StoreFailed):
+        store.flush()
+    assert store.evict().sessions == ()
+    assert [node.id for node in store.get("fork").tree] == [source.root.id, tip.id]
+    with suppress(StoreFailed):
+        store.close()
+
+
+def test_evict_beside_threads_that_make_and_read(tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path / "store") as store:
+        filled(store, 4)
+        held = store.get("session 0")
+        for turn in range(300):
+            held.append(held.root, [turn])
+        stop = threading.Event()
+
+        def evict() -> None:
+            while not stop.is_set():
+                store.evict()
+                store.usage()
+
+        evictors = [threading.Thread(target=evict) for _ in range(2)]
+        for thread in evictors:
+            thread.start()
+
+        def work(number: int) -> None:
+            for turn in range(40):
+                session = store.create(f"new {number} {turn}", scheme="text@hf5")
+                session.append(session.root, [turn])
+                del session
+                assert len(list(held.tree)) == 311
+                assert len(store.get(f"new {number} {turn}").tree) == 2
+
+        try:
+            in_threads(3, work)
+        finally:
+            stop.set()
+            for thread in evictors:
+                thread.join()
+        held.close()
+        store.evict()
+        assert store.usage().node_bytes < 1000, "nothing is counted that is not there"
+
+
+def test_features_of_drafts_and_pins_stay(tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path / "store") as store:
+        session = store.create("s", scheme=VL)
+        items = [picture(number) for number in range(3)]
+        nodes = [session.append(session.root, ids(20, number), media=[item]) for number, item in enumerate(items)]
+        for item in items:
+            store.put_features(item, np.zeros(50_000, np.float32))
+        session.pin(nodes[0])
+        draft = session.draft(nodes[1])
+        store.evict()
+        assert [item in store._features for item in items] == [True, True, False]
+        draft.abort()
+        store.evict()
+        assert [item in store._features for item in items] == [True, False, False]

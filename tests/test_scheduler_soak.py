@@ -11,11 +11,11 @@ and compares.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import json
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -28,15 +28,19 @@ from typing import Any, TextIO
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
-from sessiontree import MediaItem, Node, Session, SessionStore, SessionTreeError
+from sessiontree import Draft, MediaItem, Node, Session, SessionStore, SessionTreeError
 from sessiontree.aio import AsyncSession, AsyncStore
 from sessiontree.fsck import fsck
+from sessiontree.metrics import StoreMetrics
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
 SECONDS = 900.0 if SOAK else 90.0  # and as long again to check
 TASKS = 64
 SCHEME = "qwen2_5_vl@hf5"
+WHAT = ("turn", "sample", "abort", "drop", "fork", "edit", "close", "wait", "hand over")
+WEIGHTS = (40, 10, 8, 8, 4, 8, 2, 4, 6)
 IMG = 151655
 
 
@@ -54,7 +58,9 @@ class Task:
         self.rng = random.Random(seed)
         self.flushes = store.store._journal is not None and not store.store._journal.waits
         self.sessions: list[str] = []
+        self.ids: dict[bytes, list[int]] = {}  # of the path of each node, as this task made it
         self.pending: list[dict[str, Any]] = []
+        self.forgotten: list[Draft] = []
 
     async def run(self, stop: float) -> None:
         while time.monotonic() < stop:
@@ -64,6 +70,7 @@ class Task:
                 if type(error).__name__ not in ("StaleSession", "UnknownSession", "SessionExists", "DraftClosed", "NodeHeld"):
                     raise
         await self.acknowledge()
+        self.forgotten.clear()
 
     async def acknowledge(self) -> None:
         """What was done so far is durable from here on."""
@@ -101,17 +108,17 @@ class Task:
         session = await self.opened()
         rng = self.rng
         parent = await self.place(session)
-        match rng.choices(("turn", "sample", "abort", "drop", "fork", "edit", "close", "wait"), (40, 10, 8, 8, 4, 8, 2, 4))[0]:
+        match rng.choices(WHAT, WEIGHTS)[0]:
             case "turn":
                 await self.turn(session, parent)
             case "sample":
                 drafts = [await session.draft(parent) for _ in range(rng.randrange(2, 5))]
                 for draft in drafts:
-                    draft.extend(np.arange(rng.randrange(1, 30)))
+                    draft.extend(range(rng.randrange(1, 30)))
                 nodes = await asyncio.gather(*(session.commit(draft) for draft in drafts))
                 assert len({node.id for node in nodes}) == len(nodes)
-                for node in nodes:
-                    await self.noted(session, node)
+                for node, draft in zip(nodes, drafts, strict=True):
+                    await self.noted(session, node, self.path(parent) + list(range(len(draft))))
             case "abort":
                 with await session.draft(parent) as draft:
                     draft.extend([1, 2, 3])
@@ -120,6 +127,8 @@ class Task:
             case "drop":  # a client that disconnects, and lets go of its draft in the middle
                 draft = await session.draft(parent)
                 draft.extend([7] * rng.randrange(1, 100))
+                if rng.random() < 0.3:
+                    self.forgotten.append(draft)  # which times out
                 waiting = asyncio.ensure_future(session.append(parent, [rng.randrange(1000)]))
                 await asyncio.sleep(0)
                 waiting.cancel()
@@ -133,7 +142,15 @@ class Task:
             case "edit":
                 length = rng.randrange(parent.stop + 1)
                 if not any(start < length < stop for _, start, stop in parent.media_spans()):
-                    await self.noted(session, await session.truncate(parent, length))
+                    await self.noted(session, await session.truncate(parent, length), self.path(parent)[:length])
+            case "hand over":  # to another process and back, or to nobody
+                draft = await session.draft(parent, key=f"request-{rng.random()}")
+                draft.extend([1, 2, 3])
+                data = await session.hand_over(draft, with_path=rng.random() < 0.5)
+                if rng.random() < 0.7:
+                    there = await session.adopt(data)
+                    there.append(4)
+                    await self.noted(session, await session.commit(there), [*self.path(parent), 1, 2, 3, 4])
             case "close":
                 await session.close()
             case "wait":
@@ -147,15 +164,26 @@ class Task:
             media = [MediaItem("image", rng.randbytes(32), [(1, 4)], grid_thw=(1, 4, 4))]
         prompt = await session.append(parent, ids, media=media)
         draft = await session.draft(prompt)
+        reply_ids: list[int] = []
         for _ in range(rng.randrange(1, 5)):
-            draft.extend([rng.randrange(1000)] * rng.randrange(1, 8))
+            tokens = [rng.randrange(1000)] * rng.randrange(1, 8)
+            draft.extend(tokens)
+            reply_ids += tokens
             await asyncio.sleep(0)
         reply = await session.commit(draft, rng.choice(("stop", "length")))
         await session.set_head("main", reply)
-        await self.noted(session, reply, head="main")
+        await self.noted(session, reply, [*self.path(parent), *ids.tolist(), *reply_ids], head="main")
 
-    async def noted(self, session: AsyncSession, node: Node, head: str | None = None) -> None:
-        ids = node.input_ids().tolist()
+    def path(self, node: Node) -> list[int]:
+        """The tokens of a path, as this task knows it: that of a turn from the node before it."""
+        if node.parent is None:
+            return []
+        known = self.ids.get(node.id)
+        return [*self.path(node.parent), *node.token_ids.tolist()] if known is None else known
+
+    async def noted(self, session: AsyncSession, node: Node, ids: list[int], head: str | None = None) -> None:
+        self.ids[node.id] = ids
+        assert node.input_ids().tolist() == ids
         positions = int(np.asarray(node.positions()).sum())
         await self.told(
             session=session.session.id,
@@ -170,15 +198,21 @@ class Task:
 async def keep_house(store: AsyncStore, stop: float, rng: random.Random) -> None:
     """What a scheduler does beside its requests: ticks, evictions, collections."""
     now = 0.0
+    watch = store.subscribe(capacity=500)
+    metrics = StoreMetrics(store.store, CollectorRegistry())
     while time.monotonic() < stop:
         now += rng.random() * 3
         await store.tick(now)
+        watch.subscription.poll()
+        list(metrics.collect())
         what = rng.random()
         if what < 0.3:
             await store.evict(rng.choice((None, 200_000, 2_000_000)))
         elif what < 0.35:
             await store.gc()
         await asyncio.sleep(0.02)
+    metrics.close()
+    watch.close()
 
 
 def life(path: str, logs: str, number: int, seed: int, seconds: float, durability: Any, *, ends: str) -> dict[str, Any]:
@@ -186,7 +220,7 @@ def life(path: str, logs: str, number: int, seed: int, seconds: float, durabilit
 
     async def work() -> None:
         stop = time.monotonic() + seconds
-        async with await AsyncStore.open(path, durability=durability, idle_ttl=40, memory_bytes=4_000_000) as store:
+        async with await AsyncStore.open(path, durability=durability, idle_ttl=40, draft_ttl=15, memory_bytes=4_000_000) as store:
             files = [open(os.path.join(logs, f"{task}.log"), "a") for task in range(TASKS)]  # noqa: SIM115
             tasks = [Task(task, number, store, files[task], seed * 1000 + task) for task in range(TASKS)]
             async with asyncio.TaskGroup() as group:
@@ -211,10 +245,26 @@ def close_all(store: SessionStore) -> None:
         store.get(session_id).close()
 
 
+class _Malloc(ctypes.Structure):
+    """As glibc's mallinfo2 gives it: ``hblkhd``, bytes that are mapped; ``uordblks``, bytes in use otherwise."""
+
+    NAMES = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = [(name, ctypes.c_size_t) for name in NAMES]
+
+
+def buffers() -> int:
+    """Bytes in use that are too large to be Python's own blocks, or not Python's."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Malloc
+    found = mallinfo2()
+    return int(found.hblkhd + found.uordblks)
+
+
 def left() -> dict[str, Any]:
     gc.collect()
     return {
         "blocks": sys.getallocatedblocks(),
+        "buffers": buffers(),
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "files": len(os.listdir("/proc/self/fd")),
     }
@@ -225,7 +275,7 @@ def lives(path: str, logs: str, seed: int, seconds: float, durability: str) -> N
     life(path, logs, 1000 * seed, seed, seconds / 3, durability, ends="closed")
     first = left()
     life(path, logs, 1000 * seed + 1, seed + 1, seconds, durability, ends="closed")
-    print(json.dumps([first, left(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
+    print(json.dumps([first, left()]))
 
 
 # --- from outside -------------------------------------------------------------------------------------------------------
@@ -278,6 +328,7 @@ def test_64_tasks_on_a_store_that_is_restarted_and_killed(tmp_path: Path, durabi
     assert done.returncode == 0, done.stderr
     assert not done.stderr, done.stderr
     assert check(path, logs) > count > 100
-    first, last, _ = json.loads(done.stdout)
+    first, last = json.loads(done.stdout)
     assert last["threads"] == first["threads"] == ["MainThread"] and last["files"] == first["files"]
     assert last["blocks"] <= 1.05 * first["blocks"]
+    assert last["buffers"] <= 1.05 * first["buffers"] + 2**20

@@ -524,12 +524,12 @@ class Session:
     def _attach_at_rest(self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int) -> Node | None:
         """As :meth:`_swap_durably`, without its calls, where the disk is not waited for.
 
-        None where something comes in between, an interrupt left something over, or there is such a node: that is not for here.
+        None where that is not enough: it finds the node, if it made one, and tells of it.
         """
         told = self._told
         with self._lock:
             before = self._written
-            if self._closed or self._doubtful or self._tree is not before or told[0] is not before:
+            if self._closed or self._doubtful:
                 return None
             if self._dropped:
                 self._check_there(before, parent)
@@ -540,19 +540,15 @@ class Session:
             assert self._number is not None
             try:
                 waiting = journal.attached(self._number, before, node, turn, details, self._waiting, told)
-            except Overtaken:
-                self._tell(journal)
-            except WriteLost:
-                self._written = told[0]
+            except (Overtaken, WriteLost):  # something was left untold, came in between, or was lost
                 return None
             except SessionTreeError:  # as there
                 self._written = told[0]
                 raise
-            else:
-                if told[0] is before:  # else what came in between has told of more
-                    told[0] = after
-                self._waiting = max(self._waiting, waiting)
-                self._touch()
+            if told[0] is before:  # else what came in between has told of more
+                told[0] = after
+            self._waiting = max(self._waiting, waiting)
+            self._touch()
             if self._feed.wanted:
                 while not self._turn(self._tree, self._written):
                     pass

@@ -2699,3 +2699,18 @@ def test_d06_the_error_names_the_nodes_that_were_never_durable(durability: Durab
         session.append(session.root, [9])
     with suppress(StoreFailed):
         store.close()
+
+
+@durabilities
+def test_what_no_record_holds_is_refused_and_leaves_nothing(durability: Durability, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_RECORD_BYTES", 1_000)
+    disk = Disk()
+    with open_on(disk, durability=durability) as store:
+        session = text_session(store)
+        with pytest.raises(LimitExceeded):
+            session.append(session.root, [1], metadata={"large": bytes(1_000)})
+        assert len(session.tree) == 1
+        session.append(session.root, [2])
+        store.flush()
+        with reopened(disk) as found:
+            assert outline(found.get("s").tree) == outline(session.tree)

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from sys import getrefcount
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 from weakref import ref
@@ -58,6 +59,7 @@ __all__ = ["Session", "SessionStore"]
 _logger = logging.getLogger(__name__)
 
 MAX_SESSION_ID: Final = 512
+_ALONE: Final = 4  # references to a session that the store holds, and looks at; whoever holds more of them has it awake
 _AT_ONCE: Final = 256  # sessions that gc looks at before others can be opened
 
 
@@ -485,12 +487,13 @@ class SessionStore:
     def tick(self, now: float) -> tuple[str, ...]:
         """Tell the store the time; ids of the sessions that it closes for it, in the order they were opened.
 
-        First, drafts are aborted that took no token, rollback, state or progress for ``draft_ttl``: ``draft.how_closed`` is "timed
-        out" then, and writing to one raises DraftClosed. Then those sessions are closed that lay idle for ``idle_ttl`` and have no
-        open draft. There is no clock in here: a write, a commit or a ``get`` is use of a session at the time that was told last
-        (before the first tick: at that), so tell it often within an ``idle_ttl``; use of a draft counts at the next tick, so none
-        is aborted early. The same calls close the same on every rank. Nodes that readers hold stay readable. Raises OutOfRange for
-        a time before the last one.
+        First, drafts are aborted that took no token, rollback, state or progress for ``draft_ttl``: ``draft.how_closed``
+        is "timed out" then, and writing to one raises DraftClosed. Then those sessions are closed that lay idle for
+        ``idle_ttl`` and have no open draft. There is no clock in here: a write, a commit, a ``get`` or a lookup is use of
+        a session at the time that was told last (before the first tick: at that), so tell it often within an ``idle_ttl``;
+        use of a draft counts at the next tick, so none is aborted early. The same calls close the same on every rank. At
+        last, what is held above ``memory_bytes`` is evicted, which may wait for the disk. Nodes that readers hold stay
+        readable. Raises OutOfRange for a time before the last one.
         """
         now = _time(now, "the time")
         with self._lock:
@@ -629,15 +632,14 @@ class SessionStore:
             try:  # whoever writes to the session comes in before or after
                 number = session._number
                 # Where others write, a session that is looked at again says what is new in it, so it stays.
-                if number is not None and not journal.follows and session._at_rest(journal):
-                    used = session_id in self._fresh  # since the store looked
-                    sleeper = Sleeper(session.incarnation, session._generations, self._now if used else session._last_used)
-                    nodes, held = session._refs(), 0
+                if number is not None and not journal.follows and getrefcount(session) <= _ALONE and session._at_rest(journal):
+                    sleeper = Sleeper(session.incarnation, session._generations, session._last_used)
+                    nodes, held, used = session._refs(), 0, False
                     try:
                         with self._lock:
                             held = session._held
                             del self._sessions[session_id]
-                            self._fresh.pop(session_id, None)
+                            used = self._fresh.pop(session_id, None) is not None  # since the store looked
                         del session  # here it goes, where nobody else holds it
                     finally:
                         session = self._settled(session_id, alive, number, sleeper, held, used=used)
@@ -664,7 +666,7 @@ class SessionStore:
         with self._lock:
             if session is None:
                 self._held -= held
-                self._asleep.put(number, sleeper)
+                self._asleep.put(number, sleeper._replace(last_used=self._now) if used else sleeper)
             else:
                 self._sessions[session_id] = session
                 if used:

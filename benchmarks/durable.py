@@ -154,7 +154,7 @@ def handing_over(folder: Path) -> Iterator[Figure]:
         session = store.create("bench", scheme=RULES)
         journal: Any = store._journal
         taken: list[int] = []
-        real = journal.changed
+        real = journal.attached
 
         def timed(*given: Any) -> int:
             start = time.perf_counter_ns()
@@ -162,7 +162,7 @@ def handing_over(folder: Path) -> Iterator[Figure]:
             taken.append(time.perf_counter_ns() - start)
             return number
 
-        journal.changed = timed
+        journal.attached = timed
         tip = session.root
         for number in range(20_000):
             tip = append(session, tip if tip.depth < 100 else session.root, 1000, number)

@@ -45,6 +45,7 @@ from sessiontree.positions import PositionScheme, PositionState, scheme
 from sessiontree.positions.base import OpenBlock
 from sessiontree.positions.runs import _KINDS, Runs, is_external
 from sessiontree.tokens import TOKEN_BYTES
+from sessiontree.turns import Turn
 
 FORMAT_VERSION: Final = 1
 MAX_RECORD_BYTES: Final = 256 * 2**20
@@ -97,6 +98,11 @@ class NodeRecord(NamedTuple):
     state: PositionState
     replayed: TurnPositions | None
     details: Details
+
+    @property
+    def turn(self) -> Turn:
+        """What the node is made of, nothing of it checked."""
+        return Turn(*self[3:-1])
 
 
 class HeadRecord(NamedTuple):

@@ -31,7 +31,6 @@ from sessiontree.index import Limits
 from sessiontree.node import Node
 from sessiontree.tokens import TOKEN_BYTES
 from sessiontree.tree import SessionTree
-from sessiontree.turns import Turn
 
 VERSION: Final = 1
 #: No draft with its path is larger: what is longer is not looked at.
@@ -94,9 +93,7 @@ class Parcel(NamedTuple):
         """The tree with the nodes of the path. Raises KeyTaken, LimitExceeded."""
         above = tree.root
         for record in self.path:
-            content = (record.id, record.data, record.media, record.origin, record.role, record.key)
-            turn = Turn(*content, record.runs, record.state, record.replayed)
-            tree, above = tree._attach(above, turn, record.details, reserved=0)
+            tree, above = tree._attach(above, record.turn, record.details, reserved=0)
         return tree
 
     def draft(self, tree: SessionTree, host: Host) -> Draft:

@@ -11,14 +11,12 @@ import weakref
 from collections.abc import Iterator
 from sys import getsizeof
 from threading import get_ident
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from sessiontree.locks import new_lock
-from sessiontree.memory import Ledger
+from sessiontree.memory import INT_BYTES, Ledger
 from sessiontree.node import Node
 from sessiontree.prefixes import Busy, History, PrefixIndex, PrefixMatch
-
-_INT: Final = getsizeof(2**20)
 
 
 class Limits(NamedTuple):
@@ -147,7 +145,7 @@ class NodeIndex:
             with self._linking_lock:
                 ledger = self._ledger = self._ledger or Ledger()
         tables = (self.nodes, self.by_id, self.by_key, self._first_child, self._last_child, self._next_sibling, self._tip_ids)
-        ordinals = _INT * (len(self._first_child) + len(self._last_child))
+        ordinals = INT_BYTES * (len(self._first_child) + len(self._last_child))
         known = self._prefixes
         prefixes = 0 if known is None else known.held_bytes()
         return ledger.held(self.nodes, self.base_count) + sum(map(getsizeof, tables)) + ordinals + prefixes

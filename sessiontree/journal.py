@@ -297,8 +297,7 @@ class SessionNodes:
             codec.check_digest(record, parent_id)
             begins = record.state.num_tokens - len(record.data) // TOKEN_BYTES if start is None else start
             codec.check_positions(record, begins, rules)
-        content = (record.id, record.data, record.media, record.origin, record.role, record.key)
-        return Stored(Turn(*content, record.runs, record.state, record.replayed), record.details)
+        return Stored(record.turn, record.details)
 
     def raw(self, ordinal: int) -> bytes:
         known = self._columns.entries[self._place(ordinal)]

@@ -28,13 +28,13 @@ _SHARED: Final = (type, ModuleType, FunctionType, Node, Lineage, PositionScheme,
 _KNOWN: Final[tuple[object, ...]] = (None, True, False, (), b"", "", EMPTY_METADATA, pmap(), NO_DETAILS, *NO_DETAILS)
 _SEEN: Final = frozenset(map(id, _KNOWN))
 _SMALL: Final = 256  # ints up to here are the interpreter's own
-_INT: Final = getsizeof(2**20)
+INT_BYTES: Final = getsizeof(2**20)
 _OWN_REFERENCES: Final = 4  # of a string that one map holds: its own, and those of whoever counts them
 _BYTES: Final = getsizeof(b"")
 # Measured: what writes to an extent; of a persistent map, one more version that differs by an entry.
 _PEN_BYTES: Final = 544
 _CALLS_BYTES: Final = 720
-_GROWN_BYTES: Final = getsizeof((0, 0)) + 2 * _INT
+_GROWN_BYTES: Final = getsizeof((0, 0)) + 2 * INT_BYTES
 _LOADED_BYTES: Final = 340  # of what finds a node that was read from disk, and counts it
 
 
@@ -63,7 +63,7 @@ def node_bytes(node: Node) -> int:
     up, state, details, key = node._up, node.state, node._details, node.key
     total = getsizeof(node) + getsizeof(up) + getsizeof(node.id) + getsizeof(state)
     numbers = {id(number): number for number in (node.stop, up.depth, state.next_position, state.max_position)}
-    total += _INT * sum(number > _SMALL for number in numbers.values())
+    total += INT_BYTES * sum(number > _SMALL for number in numbers.values())
     if up.block is not None:
         total += getsizeof(up.block)
     if key is not None:
@@ -74,7 +74,7 @@ def node_bytes(node: Node) -> int:
     if node.media or state.open_blocks or state.carried or node.replayed is not None or node.runs.__class__ is not int:
         total += deep_bytes(node.media, node.runs, node.replayed, state.open_blocks, state.carried)
     elif node.runs > _SMALL:
-        total += _INT
+        total += INT_BYTES
     if details is not NO_DETAILS:
         parent = node.parent
         before = NO_DETAILS if parent is None else parent._details
@@ -121,7 +121,7 @@ class Ledger:
         if node.key is not None:
             total += getsizeof(node.id) + len(node.key.encode())  # by which it is found
         if ordinal != node.depth:
-            total += _INT
+            total += INT_BYTES
         if extent is not parent._extent:
             total += _begun_bytes(extent, node)
         elif node.stop > node.start and id(extent) not in self._grown:
@@ -219,4 +219,4 @@ class HeldNodes:
             entry.nbytes = 0
 
 
-_ENTRY: Final = getsizeof(_Entry(new_lock)) + _INT
+_ENTRY: Final = getsizeof(_Entry(new_lock)) + INT_BYTES

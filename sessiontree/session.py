@@ -145,7 +145,7 @@ class Session:
         self._doubtful = False  # whether something may have been recorded that is not seen here
         self._made = 0  # what the journal said to wait for until it is on disk that there is such a session
         self._light: SessionTree | None = None  # a tree of which no node is here for the session's sake
-        self._kept: tuple[Node, ...] = ()  # what pins hold, of a session whose other nodes went to disk
+        self._kept: dict[bytes, Node] = {}  # what pins hold, though the other nodes go to disk
         self._held = 0  # bytes that were counted for it when the store looked last
         self._last_used = -math.inf  # the time when it was, as told by then
         self._use = 0  # the number of its last use
@@ -338,10 +338,13 @@ class Session:
             )
             if key is None:  # only now: a draft that is refused uses up no key
                 draft._key = self._own_key(node)
-            self._open_drafts.add(draft)
+            self._have_open(draft)
+        return draft
+
+    def _have_open(self, draft: Draft) -> None:
+        self._open_drafts.add(draft)
         if (meter := self._feed.meter) is not None:
             meter.opened_draft()
-        return draft
 
     def adopt(self, data: bytes | bytearray | memoryview) -> Draft:
         """Go on with a draft that was handed over, here or in another process: as :meth:`Draft.hand_over` left it.
@@ -364,9 +367,7 @@ class Session:
             parcel.check_opening(self._store._identity, self.incarnation)
             draft = parcel.draft(tree, self)
             self._brought.add(draft.key)
-            self._open_drafts.add(draft)
-            if (meter := self._feed.meter) is not None:
-                meter.opened_draft()
+            self._have_open(draft)
             return draft
 
         def attach(tree: SessionTree) -> tuple[SessionTree, Draft]:
@@ -855,9 +856,10 @@ class Session:
             if journal is not None and number is not None:
                 self._recorded(lambda: journal.pin(number, ordinal, found.id, pinned, self._waiting))
             pins = {**self._pins, found.id: ordinal}
+            kept = {**self._kept, found.id: found}
             if not pinned:
-                del pins[found.id]
-            self._pins = pins
+                del pins[found.id], kept[found.id]
+            self._pins, self._kept = pins, kept
             self._doubtful = False
             self._touch()
 
@@ -1064,7 +1066,7 @@ class Session:
                 if isinstance(base, StoredIndex):
                     base.forget()
                 return False
-            kept = tuple(tree.node(pin) for pin in self._pins)
+            kept = {pin: tree.node(pin) for pin in self._pins}
             held = self._refs()
             fresh, _ = journal.stored(self._number)
             if (fresh._count, fresh._moves) != (tree._count, tree._moves):

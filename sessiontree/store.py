@@ -60,7 +60,7 @@ _logger = logging.getLogger(__name__)
 
 MAX_SESSION_ID: Final = 512
 _ALONE: Final = 4  # references to a session that the store holds, and looks at; whoever holds more of them has it awake
-_AT_ONCE: Final = 256  # sessions that gc looks at before others can be opened
+_AT_ONCE: Final = 256  # sessions that gc looks at before others can be opened, and evict before it asks what is held
 
 
 class Usage(NamedTuple):

@@ -771,3 +771,20 @@ def test_features_of_drafts_and_pins_stay(tmp_path: Path) -> None:
         draft.abort()
         store.evict()
         assert [item in store._features for item in items] == [True, False, False]
+
+
+def test_a_pin_holds_from_the_moment_on_that_it_is_set_until_it_is_taken_away(tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path / "store") as store:
+        filled(store, 1)
+        session = store.get("session 0")
+        store.evict()
+        node = session.head("main").node  # read from the disk
+        session.pin(node)
+        address, known = id(node), weakref.ref(node)
+        del node
+        store.evict()
+        [pin] = session.pins
+        assert id(session.node(pin)) == address
+        session.unpin(pin)
+        store.evict()
+        assert known() is None

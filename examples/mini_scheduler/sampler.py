@@ -1,0 +1,45 @@
+"""The next token of each request from its row of logits. A row's token depends on that row, the seed and the place in the reply
+alone: not on the batch, so a request that was preempted goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import torch
+from qwen_reference import TEXT
+
+from mini_scheduler.requests import Request
+from mini_scheduler.text import IM_END
+
+
+def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+    """``logits``: (B, vocabulary) float32. Of ids that are text, and the end of the turn."""
+    return [_pick(row, request) for row, request in zip(logits, requests, strict=True)]
+
+
+def _pick(row: torch.Tensor, request: Request) -> int:
+    sampling = request.sampling
+    # The end of the turn stands behind the ids that are text.
+    allowed = row[:TEXT] if sampling.ignore_eos else torch.cat((row[:TEXT], row[IM_END : IM_END + 1]))
+    at = int(allowed.argmax()) if sampling.temperature == 0 else _draw(allowed, request)
+    return at if at < TEXT else IM_END
+
+
+def _draw(row: torch.Tensor, request: Request) -> int:
+    """By the inverse of the cumulative distribution, so that one number decides."""
+    sampling = request.sampling
+    ordered, ids = torch.sort(row.double() / sampling.temperature, descending=True, stable=True)
+    chances = torch.softmax(ordered, 0)
+    if sampling.top_k > 0:
+        chances[sampling.top_k :] = 0
+    sums = chances.cumsum(0)
+    if sampling.top_p < 1:
+        # Those before which less than top_p lies: the likeliest is always one of them.
+        chances[(sums - chances) >= sampling.top_p * sums[-1]] = 0
+        sums = chances.cumsum(0)
+    seed = request.draft.key if sampling.seed is None else sampling.seed
+    word = blake2b(f"{seed}:{len(request.draft)}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    at = torch.searchsorted(sums, sums[-1] * (int.from_bytes(word, "little") / 2**64), right=True)
+    return int(ids[min(int(at), len(ids) - 1)])

@@ -79,10 +79,8 @@ def paged_attention(
     heads, rows, width = query.shape[1:]
     groups = keys.shape[1]  # of query heads that share a key
     asked = query[0].transpose(0, 1).reshape(rows * groups, heads // groups, width) * scaling
-    pages_at_once = KEYS // cache.page_size
-    blocks = [
-        cache.places(pages)[batch.requests] for pages in torch.split(batch.block_table, pages_at_once, dim=1)
-    ]  # (R, KEYS) each
+    tables = torch.split(batch.block_table, KEYS // cache.page_size, dim=1)
+    blocks = [cache.places(table)[batch.requests] for table in tables]  # (R, KEYS) each
     scores = []
     for number, places in enumerate(blocks):
         block = keys[places].permute(0, 2, 3, 1).reshape(rows * groups, width, KEYS)

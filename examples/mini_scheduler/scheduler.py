@@ -206,8 +206,9 @@ class Scheduler:
         batch: ExtendBatch | DecodeBatch
         pictures: list[tuple[int, int, torch.Tensor]] = []
         if all(request.slot is not None for request in requests):
+            slots = np.array([request.slot for request in requests], np.int32)
             with self._session():
-                batch = self._stager.decode(np.array([request.slot for request in requests], np.int32))
+                batch = self._stager.decode(slots)
             kind = "decode"
             self.counters.decode_tokens += len(windows)
         else:
@@ -284,12 +285,14 @@ class Scheduler:
 
     def _take_tokens(self, requests: Sequence[Request], sampled: Sequence[int]) -> None:
         """Give each its token, in the draft, in the slot and as text; end those that are done."""
+        drafts = [request.draft for request in requests]
+        decoding = [row for row, request in enumerate(requests) if request.slot is not None]
+        slots = np.array([requests[row].slot for row in decoding], np.int32)
+        tokens = np.array([sampled[row] for row in decoding], np.int32)
         with self._session():
-            extend_drafts([request.draft for request in requests], sampled)
-            decoding = [(request.slot, token) for request, token in zip(requests, sampled, strict=True) if request.slot is not None]
+            extend_drafts(drafts, sampled)
             if decoding:
-                slots, tokens = zip(*decoding, strict=True)
-                self._stager.advance(np.array(slots, np.int32), tokens)
+                self._stager.advance(slots, tokens)
         for request, token in zip(requests, sampled, strict=True):
             self._take_token(request, token)
         self._give_slots([request for request in requests if request.slot is None and not request.ended])

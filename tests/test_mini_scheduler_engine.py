@@ -102,7 +102,7 @@ Labs = Callable[..., Lab]
 
 @pytest.fixture
 def lab(tmp_path: Path, models: dict[str, Model]) -> Iterator[Labs]:
-    stores = []
+    stores: list[SessionStore] = []
 
     def make(name: str = VL, **options: Any) -> Lab:
         model = models[name]

@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 import torch
+from numpy.typing import NDArray
 
 from engine_bridge.rows import BatchSpan
 from sessiontree import MediaItem, Unsupported
@@ -45,6 +46,10 @@ class DecodeOutputs:
     req_slots: torch.Tensor
     serial: int = 0
     _ramps: dict[int, torch.Tensor] = attrs.field(factory=dict)
+
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """``input_ids``, ``positions``, ``seq_lens`` and (requests,) ``mrope_deltas`` as arrays of the host's, where they lie."""
+        return self.input_ids.numpy(), self.positions.numpy(), self.seq_lens.numpy(), self.mrope_deltas.numpy()[:, 0]
 
     def ramp(self, width: int) -> torch.Tensor:
         """0, width, 2 * width, ..."""

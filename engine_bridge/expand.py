@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,28 +81,33 @@ def _single(bits: int) -> np.float32:
     return np.float32(np.array(bits, WORD).view(np.float32))
 
 
-def expand_decode(
-    slots: Array,
-    width: int,
-    dirty: tuple[int, int],
-    state: Array,
-    history: Array,
-    input_ids: Array,
-    positions: Array,
-    seq_lens: Array,
-    deltas: Array,
-) -> None:
+class HostTables(NamedTuple):
+    """What decodes, and the outputs of its steps, where both are the host's.
+
+    ``state``: (3, slots), rows of length, delta, whether the delta is the bits of a float. ``history``: (slots, a power of two),
+    the token at index i of a path at i modulo that. ``deltas``: (requests,).
+    """
+
+    state: Array
+    history: Array
+    input_ids: Array
+    positions: Array
+    seq_lens: Array
+    deltas: Array
+
+
+def expand_decode(slots: Array, width: int, dirty: tuple[int, int], tables: HostTables) -> None:
     """The last ``width`` tokens of each of ``slots``, where they stand, and how long their paths are.
 
-    ``state``: rows of length, delta, whether the delta is the bits of a float. ``history``: (slots, a power of two), the token at
-    index i of a path at i modulo that. ``dirty``: tokens and requests that the outputs held before.
+    ``dirty``: tokens and requests that the outputs held before.
     """
+    state, history, input_ids, positions, seq_lens, deltas = tables
     count = len(slots)
     tokens = count * width
     lengths, words, floats = state[:, slots]
     index = (lengths - width)[:, None] + counted(width)
     input_ids[:tokens] = history[slots[:, None], index & (history.shape[1] - 1)].reshape(-1)
-    if floats.any():
+    if b"\1" in floats.tobytes():
         singles = words.view(np.float32)
         places: Array = np.where(floats[:, None] != 0, index.astype(np.float32) + singles[:, None], 0)
         if positions.dtype.kind != "f":
@@ -113,5 +118,6 @@ def expand_decode(
         positions[:, :tokens] = (index + words[:, None]).reshape(-1)
         deltas[:count] = words
     seq_lens[:count] = lengths
-    _reset(tokens, dirty[0], input_ids, *positions)
-    _reset(count, dirty[1], seq_lens, deltas)
+    if dirty[0] > tokens or dirty[1] > count:
+        _reset(tokens, dirty[0], input_ids, *positions)
+        _reset(count, dirty[1], seq_lens, deltas)

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine_bridge.batches import DecodeBatch, DecodeOutputs, ExtendBatch, ExtendOutputs, buffers
-from engine_bridge.expand import expand_decode, expand_extend
+from engine_bridge.expand import HostTables, expand_decode, expand_extend
 from engine_bridge.layout import FIELDS, HEADER, WORD, WORD_BYTES, ExtendArea, ExtendLayout, bytes_of
 from engine_bridge.ring import Ring
 from engine_bridge.rows import Gathered, check_limit, gather, path_of, windows
@@ -124,6 +124,7 @@ class InputStager:
         self._update_ring = Ring(HEADER + requests * (2 + self.max_decode_width), depth, self.device, cuda)
         self.sampled_tokens = self._zeros(requests, self.max_decode_width, dtype=torch.int64)
         self._stamps = np.zeros(requests, np.int64)
+        self._host = None if cuda else HostTables(self._state.numpy(), self._history.numpy(), *self._decode.arrays())
         self._kernels: Any = None
         if cuda:
             from engine_bridge import kernels  # noqa: PLC0415  # Triton is there only with a GPU
@@ -303,9 +304,13 @@ class InputStager:
         for row, node in enumerate(nodes):
             state[:, row], tail = self._admitted(node)
             history[row, np.arange(node.stop - len(tail), node.stop) % self._ring_size] = tail
-        where = torch.from_numpy(named.astype(np.int64)).to(self.device)
-        self._state[:, where] = torch.from_numpy(state).to(self.device)
-        self._history[where] = torch.from_numpy(history).to(self.device)
+        if self._host is not None:
+            self._host.state[:, named] = state
+            self._host.history[named] = history
+        else:
+            where = torch.from_numpy(named.astype(np.int64)).to(self.device)
+            self._state[:, where] = torch.from_numpy(state).to(self.device)
+            self._history[where] = torch.from_numpy(history).to(self.device)
         self._lengths[named] = self._longest[named] = self._shortest[named] = state[0]
         self._live[named] = True
 
@@ -367,23 +372,14 @@ class InputStager:
 
     def _launch_decode(self, at: int, staged: bool, count: int, width: int, dirty: tuple[int, int]) -> None:
         ring = self._decode_ring
-        if self._kernels is not None:
+        if self._host is None:
             kernel = partial(self._expand_decode, width, staged)
             ring.launch(at, 0, kernel, self.cuda_graph, 2 * width + staged)
             return
-        out, area = self._decode, ring.areas[at]
-        area[HEADER + count :] = 0
-        expand_decode(
-            area[HEADER : HEADER + count],
-            width,
-            dirty,
-            self._state.numpy(),
-            self._history.numpy(),
-            out.input_ids.numpy(),
-            out.positions.numpy(),
-            out.seq_lens.numpy(),
-            out.mrope_deltas.numpy()[:, 0],
-        )
+        area = ring.areas[at]
+        if dirty[1] > count:
+            area[HEADER + count :] = 0
+        expand_decode(area[HEADER : HEADER + count], width, dirty, self._host)
 
     def _expand_decode(self, width: int, staged: bool, at: int) -> None:
         out, kernels, ring = self._decode, self._kernels, self._decode_ring
@@ -484,15 +480,14 @@ class InputStager:
             return
         staged, self._staged = self._staged, None
         self._live[named] = False  # until host and device agree again
-        if self._kernels is not None:
+        if self._host is None:
             self._launch_update(named, counts, rows, width, staged)
         else:
-            history, lengths = self._history.numpy(), self._state.numpy()[0]
-            taken = np.full(len(named), width) if counts is None else counts
+            history, lengths = self._host.history, self._host.state[0]
             for step in range(width):
-                some = named[taken > step]
-                history[some, (lengths[some] + step) & (self._ring_size - 1)] = rows[taken > step, step]
-            lengths[named] += taken.astype(WORD)
+                some, taken = (named, rows) if counts is None else (named[counts > step], rows[counts > step])
+                history[some, (lengths[some] + step) & (self._ring_size - 1)] = taken[:, step]
+            lengths[named] += WORD.type(width) if counts is None else counts.astype(WORD)
         after = self._lengths[named] + (width if counts is None else counts)
         self._lengths[named] = after
         self._longest[named] = np.maximum(self._longest[named], after)
@@ -613,6 +608,10 @@ class InputStager:
 
 def _token_rows(token_ids: Any, count: int) -> NDArray[np.int32]:
     """Token ids of the host's, one for each of ``count`` slots or a row of them, as an array. Raises TypeError, OutOfRange."""
+    numbers: NDArray[np.int32]
+    if type(token_ids) is np.ndarray and token_ids.dtype is WORD and token_ids.ndim == 1:
+        numbers = np.frombuffer(token_bytes(token_ids), WORD)
+        return numbers
     given = to_numpy(token_ids)
     if isinstance(given, range) and len(given) != count:
         raise TypeError(f"{count} slots and {len(given)} token ids")  # without making them: they may be many
@@ -621,7 +620,7 @@ def _token_rows(token_ids: Any, count: int) -> NDArray[np.int32]:
     except ValueError as error:
         raise TypeError(f"token ids are rows of one length: {error}") from None
     flat = host.reshape(-1)
-    numbers: NDArray[np.int32] = np.frombuffer(token_bytes(flat.tolist() if host.dtype.hasobject else flat), WORD)
+    numbers = np.frombuffer(token_bytes(flat.tolist() if host.dtype.hasobject else flat), WORD)
     return numbers.reshape(host.shape)
 
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import attrs
@@ -48,6 +47,21 @@ class Counters:
     encoded_items: int = 0
     step_seconds: float = 0.0
     session_seconds: float = 0.0
+
+
+class _SessionTime:
+    """Counts what is done inside as the session layer's."""
+
+    __slots__ = ("_began", "_counters")
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._counters.session_seconds += time.perf_counter() - self._began
 
 
 class _Window(NamedTuple):
@@ -287,12 +301,11 @@ class Scheduler:
         """Give each its token, in the draft, in the slot and as text; end those that are done."""
         drafts = [request.draft for request in requests]
         decoding = [row for row, request in enumerate(requests) if request.slot is not None]
-        slots = np.array([requests[row].slot for row in decoding], np.int32)
-        tokens = np.array([sampled[row] for row in decoding], np.int32)
+        slots, tokens = np.array([requests[row].slot for row in decoding], np.int32), np.array(sampled, np.int32)
         with self._session():
-            extend_drafts(drafts, sampled)
+            extend_drafts(drafts, tokens)
             if decoding:
-                self._stager.advance(slots, tokens)
+                self._stager.advance(slots, tokens[decoding])
         for request, token in zip(requests, sampled, strict=True):
             self._take_token(request, token)
         self._give_slots([request for request in requests if request.slot is None and not request.ended])
@@ -363,11 +376,8 @@ class Scheduler:
         for request in list(self.running):
             self._end(request, "error", error)
 
-    @contextmanager
-    def _session(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.counters.session_seconds += time.perf_counter() - began
+    def _session(self) -> _SessionTime:
+        return _SessionTime(self.counters)
 
 
 def _tell(request: Request, output: Output) -> None:

@@ -609,7 +609,8 @@ class InputStager:
 def _token_rows(token_ids: Any, count: int) -> NDArray[np.int32]:
     """Token ids of the host's, one for each of ``count`` slots or a row of them, as an array. Raises TypeError, OutOfRange."""
     numbers: NDArray[np.int32]
-    if type(token_ids) is np.ndarray and token_ids.dtype is WORD and token_ids.ndim == 1:
+    words: bool = type(token_ids) is np.ndarray and token_ids.dtype is WORD and token_ids.ndim == 1
+    if words:
         numbers = np.frombuffer(token_bytes(token_ids), WORD)
         return numbers
     given = to_numpy(token_ids)

@@ -226,6 +226,16 @@ def test_a_fork_copies_no_page_and_computes_only_what_is_new(lab: Labs) -> None:
     assert here.scheduler.counters.prefill_tokens - before == prompt.stop - here.told["f"][-1].cached_tokens
 
 
+@pytest.mark.parametrize("length", [31, 32, 33])
+def test_a_prompt_that_is_there_whole_runs_its_last_token_again(lab: Labs, length: int) -> None:
+    here = lab(TEXT_ONLY)
+    prompt = here.session.append(here.session.root, range(100, 100 + length))
+    here.run(here.request(prompt, "a", seed=1), here.request(prompt, "b", salt="other", seed=1))
+    here.run(here.request(prompt, "c", seed=1))
+    assert here.told["c"][-1].cached_tokens == (length - 1) // 16 * 16
+    assert here.ids("a") == here.ids("b") == here.ids("c")
+
+
 def test_another_salt_finds_nothing(lab: Labs, pictures: list[Picture]) -> None:
     here = lab()
     prompt = here.turn(here.session.root, user_turn("What is it?", pictures[1], after_reply=False))

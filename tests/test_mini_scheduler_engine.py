@@ -86,6 +86,7 @@ class Lab:
         self.scheduler.waiting.extend(requests)
         while self.scheduler.busy:
             self.scheduler.step()
+            assert not any(request.draft.num_computed_tokens or request.pages for request in self.scheduler.waiting)
         return [self.node(request) for request in requests]
 
     def node(self, request: Request) -> Node:
@@ -331,6 +332,9 @@ def test_a_reply_ends_where_it_is_told_to(lab: Labs, reason: str) -> None:
         assert node.metadata["text"] == text[: text.index(stop)] == "".join(output.text for output in here.told["cut"])
         assert node.token_ids.tolist() == free[: len(node)] and stop in decode(free[: len(node)])
         assert stop not in decode(free[: len(node) - 1])
+        here.run(here.request(prompt, "held", max_new_tokens=12, stop=[text[-1] + "never said"]))
+        assert "".join(output.text for output in here.told["held"]) == text  # what was held back comes when it ends
+        assert here.told["held"][-1].finish_reason == "length"
 
 
 def test_a_retry_of_a_request_says_the_same(lab: Labs) -> None:

@@ -206,7 +206,6 @@ class Scheduler:
         self.running.remove(request)
         self.pool.release(request.pages)
         request.pages = []
-        request.named = 0
         if request.slot is not None:
             self._stager.retire([request.slot])
             self._slots.append(request.slot)
@@ -334,9 +333,6 @@ class Scheduler:
     def _finish(self, request: Request, token: int, text: str, reason: FinishReason, matched: int | str | None) -> None:
         """Make the node, then say so. What it has in pages can be found from here on."""
         text += request.text.finish()
-        matched = request.text.matched if matched is None else matched
-        if matched is not None:
-            reason = "stop"
         try:
             with self._session():
                 node = request.draft.commit(reason, metadata=request.metadata | {"text": request.text.text})

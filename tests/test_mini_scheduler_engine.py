@@ -197,6 +197,38 @@ def test_shortage_changes_no_reply(lab: Labs, pictures: list[Picture], name: str
         assert here.scheduler.pool.available == here.scheduler.pool.num_pages  # nothing is held when nothing runs
 
 
+def test_replies_wait_for_no_prompt(lab: Labs) -> None:
+    """A long prompt is computed in chunks, beside which a reply gets a token in every step."""
+    here = lab(TEXT_ONLY, max_batch_tokens=16)
+    replying = here.request(here.session.append(here.session.root, encode("Hi")), "a", max_new_tokens=20)
+    here.scheduler.waiting.append(replying)
+    here.scheduler.step()
+    long = here.request(here.session.append(here.session.root, encode("Why? " * 60)), "b", max_new_tokens=1)
+    here.scheduler.running.insert(0, long)  # it came first
+    here.scheduler._find_prefix(long)
+    steps = 0
+    while not here.told["b"]:
+        before = len(replying.draft)
+        here.scheduler.step()
+        assert len(replying.draft) == before + 1 and long.draft.num_computed_tokens in (15 * (steps + 1), long.draft.stop - 1)
+        steps += 1
+    assert steps == -(-long.draft.parent.stop // 15)
+
+
+def test_who_was_preempted_comes_before_those_that_wait(lab: Labs) -> None:
+    here = lab(TEXT_ONLY, num_pages=6, max_running=2)
+    requests = [
+        here.request(here.session.append(here.session.root, [n, 1, 2]), key, max_new_tokens=60) for n, key in enumerate("abc")
+    ]
+    here.scheduler.waiting.extend(requests)
+    while not here.scheduler.counters.preemptions:
+        here.scheduler.step()
+    assert [request.draft.key for request in (*here.scheduler.running, *here.scheduler.waiting)] == ["a", "b", "c"]
+    while here.scheduler.busy:
+        here.scheduler.step()
+    assert [len(here.ids(key)) for key in "abc"] == [60] * 3
+
+
 def test_samples_share_their_prompts_pages(lab: Labs) -> None:
     here = lab(TEXT_ONLY)
     prompt = here.session.append(here.session.root, encode("word " * 100))

@@ -1,9 +1,12 @@
 # One way to do each task. Each target makes the virtual environment and installs what it needs.
 # Variables: PYTHON, the interpreter that makes .venv (3.11 or newer); JOBS, the number of test processes; PEERS=1, install the peers
-# that benchmarks measure when they are there.
+# that benchmarks measure when they are there; PORT, STORE (a directory) and MODEL of the server.
 
 PYTHON ?= python3
 JOBS ?= 2
+PORT ?= 8000
+STORE ?= .sessions
+MODEL ?= tiny-qwen2.5-vl
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt
@@ -14,13 +17,16 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dis
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test cover check bench soak clean
+.PHONY: help demo serve test cover check bench soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile
 
 demo: .venv/demo.stamp ## run the main job on real input: examples/quickstart.py
 	$(BIN)/python examples/quickstart.py
+
+serve: .venv/serve.stamp ## serve a tiny model over HTTP, its sessions on disk; PORT, STORE, MODEL
+	OMP_NUM_THREADS=1 PYTHONPATH=examples $(BIN)/python -m mini_scheduler --port $(PORT) --store $(STORE) --model $(MODEL)
 
 test: .venv/dev.stamp .venv/sglang.stamp .venv/vllm.stamp ## run the tests
 	$(PYTEST)
@@ -56,6 +62,10 @@ clean: ## remove all that these targets made
 .venv/demo.stamp: .venv/made.stamp pyproject.toml constraints.txt
 	$(PIP) hatchling editables
 	$(PIP) --no-build-isolation --editable '.[demo]'
+	@touch $@
+
+.venv/serve.stamp: .venv/demo.stamp
+	$(PIP) --no-build-isolation --editable '.[serve]'
 	@touch $@
 
 .venv/peers.stamp: .venv/demo.stamp

@@ -1,0 +1,199 @@
+"""The parts of a server, put together, and what its routes do with them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+from mini_scheduler import chat, completions, history, native, responses, schemas
+from mini_scheduler.engine import Engine
+from mini_scheduler.failures import Refused
+from mini_scheduler.figures import Figures
+from mini_scheduler.generations import Answer, Generations, Wish
+from mini_scheduler.limits import Limits
+from mini_scheduler.model import Model, load_model
+from mini_scheduler.pictures import Pictures
+from mini_scheduler.sessions import Sessions, session_store_id
+from mini_scheduler.tenants import Tenants, salt_of
+from mini_scheduler.upkeep import keep_up
+from sessiontree import LimitExceeded, MediaItem, Node, Session, SessionStore, UnknownHead, UnknownNode
+from sessiontree.aio import AsyncStore
+
+_logger = logging.getLogger("mini_scheduler")
+_CHARACTERS: Final = 64  # of text for each token that a prompt may have: more is never encoded
+
+
+@attrs.frozen
+class Config:
+    """``store``: a directory; None: in memory. ``engine``: options of :class:`Engine`."""
+
+    store: Path | None = None
+    model: str = "tiny-qwen2.5-vl"
+    seed: int = 3
+    tenants: Tenants = attrs.Factory(Tenants)
+    limits: Limits = attrs.Factory(Limits)
+    memory_bytes: int = 256 * 2**20
+    engine: Mapping[str, Any] = attrs.Factory(dict)
+
+
+@attrs.frozen
+class Service:
+    config: Config
+    store: AsyncStore
+    model: Model
+    engine: Engine
+    sessions: Sessions
+    generations: Generations
+    pictures: Pictures
+    figures: Figures
+    max_tokens: int
+
+    # Requests
+
+    async def generate(self, tenant: str, body: schemas.Generate) -> Answer:
+        sampling = native.sampling_of(body.sampling_params)
+        rids, given = self._rids(body)
+        wish = Wish(sampling, salt_of(tenant, body.cache_salt), again=given, head=given)
+        self._check_text(len(body.text or ""))
+        pictures = await self._pictures(tenant, native.uploads_of(body))
+        token_ids, media = await asyncio.to_thread(native.prompt_of, body, pictures, self.model.vocab_size)
+        params = body.session_params
+        if params is None:
+            if not token_ids:
+                raise Refused(400, "a prompt has at least one token", type="OutOfRange", param="input_ids")
+            place = partial(history.continue_tokens, token_ids=token_ids, media=media)
+            return await self._without_session(tenant, place, dict.fromkeys(rids, wish))
+        wish = attrs.evolve(wish, head=True)
+        async with self.sessions.using(session_store_id(tenant, params.id)) as live:
+            wishes = dict.fromkeys(rids, wish)
+            return await self.sessions.generate(live, params.model_dump(exclude={"id"}), token_ids, media, wishes)
+
+    async def complete(self, tenant: str, body: schemas.ChatCompletion) -> tuple[str, Answer]:
+        self._check_model(body.model)
+        wish = Wish(completions.sampling_of(body), salt_of(tenant, body.cache_salt), head=False)
+        pictures = await self._pictures(tenant, chat.uploads_of(body))
+        said = chat.from_messages(body.messages, pictures)
+        self._check_text(sum(len(each.text) for each in said))
+        completion_id = f"chatcmpl-{uuid.uuid4().hex}"
+        rids = [completion_id] if body.n in (None, 1) else [f"{completion_id}-{index}" for index in range(body.n or 0)]
+
+        def place(session: Session) -> Node:
+            return history.continue_chat(session, chat.render(said))
+
+        return completion_id, await self._without_session(tenant, place, dict.fromkeys(rids, wish))
+
+    async def respond(self, tenant: str, body: schemas.CreateResponse) -> tuple[str, Mapping[str, Any], Answer]:
+        """Its id, what is remembered of its request, and the reply."""
+        self._check_model(body.model)
+        sampling = responses.sampling_of(body)
+        pictures = await self._pictures(tenant, chat.uploads_of(body))
+        asked = responses.kept(body, pictures, sampling)
+        self._check_text(len(body.instructions or "") + sum(len(each.text) for each in chat.from_items(body.input, pictures)))
+        before, had = None, list[int]()
+        if body.previous_response_id is not None:
+            before = await self.stored_response(tenant, body.previous_response_id)
+            had = responses.instruction_ids(before.metadata[responses.KEPT]["instructions"])
+
+        def place(session: Session) -> Node:
+            wanted = responses.instruction_ids(body.instructions)
+            return history.continue_response(session, before, had, wanted, responses.turns_of(body, pictures))
+
+        response_id = f"resp_{uuid.uuid4().hex}"
+        wish = Wish(sampling, metadata={responses.KEPT: asked} if body.store is not False else {}, head=body.store is not False)
+        return response_id, asked, await self._without_session(tenant, place, {response_id: wish})
+
+    async def stored_response(self, tenant: str, response_id: str) -> Node:
+        """Raises UnknownHead, UnknownSession."""
+        async with self.sessions.history(tenant) as live:
+            node = (await live.session.head(response_id)).node
+        if responses.KEPT not in node.metadata:
+            raise UnknownHead("no response has this id", name=response_id)
+        return node
+
+    async def forget_response(self, tenant: str, response_id: str) -> None:
+        await self.stored_response(tenant, response_id)
+        async with self.sessions.history(tenant) as live:
+            await live.session.drop_head(response_id)
+            await self.store.flush()
+
+    async def _without_session(self, tenant: str, place: Callable[[Session], Node], wishes: Mapping[str, Wish]) -> Answer:
+        async with self.sessions.history(tenant) as live:
+            self.generations.check_free(live, wishes)
+            for _ in range(3):
+                with suppress(UnknownNode):  # gc took what nothing led to, between two steps of ours
+                    prompt = await live.session.run(place)
+                    async with live.lock:
+                        return await self.generations.start(live, prompt, wishes)
+        raise Refused(503, "the history is being collected; try again", type="UnknownNode")
+
+    def _rids(self, body: schemas.Generate) -> tuple[list[str], bool]:
+        """One for each reply, and whether they are the client's."""
+        count = (body.sampling_params.n if body.sampling_params is not None else None) or 1
+        if body.rid is None:
+            return [uuid.uuid4().hex for _ in range(count)], False
+        rids = [body.rid] if isinstance(body.rid, str) else body.rid
+        if len(rids) != count or len(set(rids)) != count:
+            raise Refused(400, f"{count} replies have {count} rids, all different", param="rid")
+        return rids, True
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model.name:
+            raise Refused(404, f"there is one model here, {self.model.name}", param="model", code="model_not_found")
+
+    def _check_text(self, count: int) -> None:
+        if count > _CHARACTERS * self.max_tokens:
+            most = self.max_tokens
+            raise LimitExceeded(f"{count} characters are more than the {most} tokens of a prompt", value=count, limit=most)
+
+    async def _pictures(self, tenant: str, uploads: Sequence[str]) -> list[MediaItem]:
+        if len(uploads) > schemas.MAX_IMAGES:
+            what = f"{len(uploads)} pictures; a request has {schemas.MAX_IMAGES} at most"
+            raise Refused(413, what, type="LimitExceeded", code="too_many_images")
+        return await self.store.run(self.pictures.take, tenant, uploads) if uploads else []
+
+    async def healthy(self) -> bool:
+        """Whether the engine's thread lives and the store takes writes."""
+        if not self.engine.alive:
+            return False
+        await self.store.flush()
+        return True
+
+
+@asynccontextmanager
+async def serving(config: Config) -> AsyncIterator[Service]:
+    """A service, from an open store to a closed one. What still runs at the end is aborted."""
+    model = await asyncio.to_thread(load_model, config.model, config.seed)
+    if config.store is None:
+        store = AsyncStore(SessionStore.in_memory())
+    else:
+        store = await AsyncStore.open(config.store, durability="group", memory_bytes=config.memory_bytes)
+    async with store:
+        options = {"num_pages": 256, "page_size": 16, **config.engine}
+        engine = Engine(store.store, model, **options)
+        max_tokens = min(model.max_tokens, options["num_pages"] * options["page_size"])
+        generations = Generations(store, engine)
+        sessions = Sessions(store, model, generations, max_tokens)
+        pictures = Pictures(config.limits, taken=model.takes_images)
+        figures = Figures(store.store, engine)
+        engine.start()
+        upkeep = asyncio.create_task(keep_up(store, sessions))
+        gc.collect()
+        gc.freeze()  # what is here now stays: no collection need look at it again
+        _logger.info("serving %s, store %s", model.name, config.store or "in memory")
+        try:
+            yield Service(config, store, model, engine, sessions, generations, pictures, figures, max_tokens)
+        finally:
+            upkeep.cancel()
+            await sessions.end(0.0)
+            await asyncio.to_thread(engine.close)
+            figures.close()
+            gc.unfreeze()

@@ -1,0 +1,274 @@
+"""Sessions that clients open, and the history of each tenant: which node a request goes on from, and what it takes to get there.
+
+What is known of a session is on disk: a finished request is a head of its rid; a streaming session has a head ``tip`` from the
+start. Only what runs is in memory, and all of it ends before its session is closed.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any, Final
+
+import attrs
+
+from engine_bridge.adapters.sglang_params import Context, Continuation, continuation
+from mini_scheduler.generations import TIP, Answer, Generations, Live, Wish
+from mini_scheduler.model import Model
+from mini_scheduler.tenants import namespace_of
+from sessiontree import (
+    MediaItem,
+    Node,
+    OutOfRange,
+    Session,
+    SessionExists,
+    UnknownHead,
+    UnknownNode,
+    UnknownSession,
+    Unsupported,
+)
+from sessiontree.aio import AsyncStore
+
+_PARENT: Final = "parent"
+
+
+class Sessions:
+    """All that is in use. ``max_tokens``: allowed on a path."""
+
+    def __init__(self, store: AsyncStore, model: Model, generations: Generations, max_tokens: int) -> None:
+        self._store = store
+        self._model = model
+        self._generations = generations
+        self._max_tokens = max_tokens
+        self._lives: dict[str, Live] = {}
+        self._idle: dict[str, tuple[float, float]] = {}  # by store id: how long it may lie idle, and since when it does
+
+    # Using
+
+    @asynccontextmanager
+    async def using(self, store_id: str) -> AsyncIterator[Live]:
+        """A session, for as long as a request needs it. Raises UnknownSession, also for one that is being closed."""
+        live = self._lives.get(store_id)
+        if live is None:
+            session = await self._store.get(store_id, scheme=self._model.scheme, model_fingerprint=self._model.fingerprint)
+            live = self._lives.setdefault(store_id, Live(session, self._let_go))
+        if live.closing or live.session.session.closed:
+            raise UnknownSession(f"no session {store_id!r}", session_id=store_id)
+        live.enter()
+        try:
+            yield live
+        finally:
+            live.leave()
+
+    def _let_go(self, live: Live) -> None:
+        """Hold no session that nobody uses: the store may put it away then."""
+        store_id = live.session.session.id
+        if self._lives.get(store_id) is live:
+            del self._lives[store_id]
+        if store_id in self._idle:
+            self._idle[store_id] = self._idle[store_id][0], time.monotonic()
+
+    @asynccontextmanager
+    async def history(self, tenant: str) -> AsyncIterator[Live]:
+        """What a tenant's requests without a session share."""
+        store_id = f"{tenant}/history"
+        try:
+            async with self.using(store_id) as live:
+                yield live
+            return
+        except UnknownSession:
+            with suppress(SessionExists):
+                await self._create(store_id, tenant)
+        async with self.using(store_id) as live:
+            yield live
+
+    async def _create(self, store_id: str, tenant: str, *, streaming: bool = False) -> None:
+        session = await self._store.create(
+            store_id,
+            scheme=self._model.scheme,
+            namespace=namespace_of(tenant),
+            model_fingerprint=self._model.fingerprint,
+            max_tokens=self._max_tokens,
+        )
+        if streaming:
+            await session.set_head(TIP, session.session.root, expected=None)
+        await self._store.flush()
+
+    # Opening and closing
+
+    async def open(self, tenant: str, session_id: str | None, *, streaming: bool, timeout: float | None) -> str:
+        """Raises SessionExists. ``timeout``: seconds without a request until it is closed; a restart forgets them."""
+        session_id = session_id or uuid.uuid4().hex
+        store_id = session_store_id(tenant, session_id)
+        await self._create(store_id, tenant, streaming=streaming)
+        if timeout is not None:
+            self._idle[store_id] = timeout, time.monotonic()
+        return session_id
+
+    async def close(self, store_id: str) -> None:
+        """Abort what runs in it and forget it. Raises UnknownSession."""
+        async with self.using(store_id) as live:
+            live.closing = True  # from here on nobody finds it
+            try:
+                async with live.lock:
+                    await _aborted(live, tuple(live.running), "the session was closed")
+                    await self._store.drop(store_id)
+                    await self._store.flush()
+            except BaseException:
+                live.closing = live.session.session.closed
+                raise
+            del self._lives[store_id]  # another session may have this id now
+            self._idle.pop(store_id, None)
+
+    async def close_idle(self) -> None:
+        now = time.monotonic()
+        for store_id, (timeout, since) in list(self._idle.items()):
+            if now - since >= timeout and store_id not in self._lives:
+                self._idle.pop(store_id, None)
+                with suppress(UnknownSession):
+                    await self.close(store_id)
+
+    async def fork(self, tenant: str, session_id: str, rid: str | None, new_id: str | None) -> tuple[str, str | None, int]:
+        """A session that holds the path of a reply, and knows the rids on it: (its id, the reply's rid, its tokens).
+
+        ``rid`` None: the tip, or what was committed last. Raises UnknownSession, UnknownHead, SessionExists.
+        """
+        new_id = new_id or uuid.uuid4().hex
+        async with self.using(session_store_id(tenant, session_id)) as live:
+            node = await live.session.run(_forked_at, rid)
+            forked = await self._store.fork(live.session, node, session_store_id(tenant, new_id))
+            await forked.run(_name_path, node.id, set(live.heads), live.streaming)
+            await self._store.flush()
+        return new_id, node.key if node.origin == "generated" else None, node.stop
+
+    async def describe(self, store_id: str) -> tuple[bool, list[dict[str, Any]]]:
+        """Whether it is a streaming session, and its finished requests in the order of their rids."""
+        async with self.using(store_id) as live:
+            return live.streaming, await live.session.run(_requests)
+
+    # Requests
+
+    async def generate(
+        self,
+        live: Live,
+        params: Mapping[str, Any],
+        token_ids: Sequence[int],
+        media: Sequence[MediaItem],
+        wishes: Mapping[str, Wish],
+    ) -> Answer:
+        """The replies to a turn of a session, where its ``session_params`` say."""
+        async with live.lock:
+            if live.closing:
+                raise UnknownSession("the session is closed", session_id="")
+            self._generations.check_free(live, wishes)
+            if live.streaming and len(wishes) > 1:
+                raise Unsupported("a streaming session has one reply to a turn")
+            tip = await self._tip(live, wishes) if live.streaming else None
+            where = await self._continuation(live, params, tip)
+            prompt = await self._prompt(live, where, token_ids, media)
+            remembered = {_PARENT: where.rid} | ({TIP: tip} if live.streaming else {})
+            made = {rid: attrs.evolve(wish, metadata={**wish.metadata, **remembered}) for rid, wish in wishes.items()}
+            return await self._generations.start(live, prompt, made, partial(_make_way, live, where))
+
+    async def _tip(self, live: Live, rids: Iterable[str]) -> str | None:
+        """The rid at the tip; for one that was committed and is asked for again, the one at the tip when it was not."""
+        for rid in rids:
+            if rid in live.heads:
+                return (await live.session.head(rid)).node.metadata.get(TIP)
+        return (await live.session.head(TIP)).node.key
+
+    async def _continuation(self, live: Live, params: Mapping[str, Any], tip: str | None) -> Continuation:
+        heads, contexts = live.heads, dict[str, Context]()
+        for rid in (params.get("rid"), tip):
+            if rid is None:
+                continue
+            if rid in live.running:
+                stop = live.running[rid].prompt.stop
+                contexts[rid] = Context(stop, stop, finished=False)
+            elif rid in heads and rid != TIP:
+                node = (await live.session.head(rid)).node
+                contexts[rid] = Context(node.start, node.stop)
+        return continuation(params, contexts.get, in_flight=live.running, streaming=live.streaming, tip=tip)
+
+    async def _prompt(self, live: Live, where: Continuation, token_ids: Sequence[int], media: Sequence[MediaItem]) -> Node:
+        if not token_ids and not where.length:
+            raise OutOfRange("a first turn has at least one token", value=0, limit=1)
+        if where.rid is None:
+            node = live.session.session.root
+        else:
+            running = live.running.get(where.rid)
+            whole = running.prompt if running is not None else (await live.session.head(where.rid)).node
+            node = await live.session.truncate(whole, where.length)
+        return await live.session.append(node, token_ids, media=media)
+
+    def abort(self, tenant: str, rid: str | None, *, everything: bool) -> None:
+        """Abort a tenant's requests of this rid, wherever they run, or all that it has."""
+        for store_id, live in list(self._lives.items()):
+            if store_id.startswith(f"{tenant}/"):
+                for name, generation in list(live.running.items()):
+                    if everything or name == rid:
+                        generation.abort("aborted")
+
+    async def end(self, grace: float) -> None:
+        await self._generations.end(list(self._lives.values()), grace)
+
+
+def session_store_id(tenant: str, session_id: str) -> str:
+    return f"{tenant}/session/{session_id}"
+
+
+async def _make_way(live: Live, where: Continuation) -> None:
+    """Abort what a request replaces, and wait for that; forget all that came before where it begins anew."""
+    await _aborted(live, where.aborts, "replaced by another request")
+    if where.forgets:
+        for name in list(live.heads):
+            if name != TIP:
+                await live.session.drop_head(name)
+
+
+async def _aborted(live: Live, rids: Sequence[str], reason: str) -> None:
+    generations = [live.running[rid] for rid in rids if rid in live.running]
+    for generation in generations:
+        generation.abort(reason)
+    for generation in generations:
+        await generation.settled.wait()
+
+
+# --- of what is on disk, on a thread of the store's ---------------------------------------------------------------------
+def _forked_at(session: Session, rid: str | None) -> Node:
+    if rid is not None:
+        return session.head(rid).node
+    if TIP in session.heads:
+        return session.head(TIP).node
+    heads = [session.head(name) for name in session.heads]
+    return max(heads, key=lambda head: head.version).node if heads else session.root
+
+
+def _name_path(session: Session, tip: bytes, names: set[str], streaming: bool) -> None:
+    """Give a fork, which holds the path of ``tip``, those of the names that are of replies on it."""
+    node = session.node(tip)
+    for reply in node.path():
+        if reply.origin == "generated" and reply.key in names and reply.finish_reason is not None:
+            session.set_head(reply.key, reply, expected=None)
+    if streaming:
+        session.set_head(TIP, node, expected=None)
+
+
+def _requests(session: Session) -> list[dict[str, Any]]:
+    found = []
+    for rid in sorted(name for name in session.heads if name != TIP):
+        with suppress(UnknownHead, UnknownNode):  # forgotten meanwhile
+            node = session.head(rid).node
+            found.append(
+                {
+                    "rid": rid,
+                    "parent": node.metadata.get(_PARENT),
+                    "prompt_tokens": node.start,
+                    "completion_tokens": len(node),
+                    "finish_reason": node.finish_reason,
+                }
+            )
+    return found

@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
         make_app(config),
         host=options.host,
         port=options.port,
-        log_level="warning",
+        access_log=False,
         timeout_graceful_shutdown=max(1, round(options.grace)),
     )
 

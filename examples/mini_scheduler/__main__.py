@@ -64,6 +64,7 @@ def main(argv: list[str] | None = None) -> None:
         make_app(config),
         host=options.host,
         port=options.port,
+        log_level="info",  # which says where it is served: --port 0 is any that is free
         access_log=False,
         timeout_graceful_shutdown=max(1, round(options.grace)),
     )

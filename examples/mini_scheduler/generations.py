@@ -8,7 +8,7 @@ and one that comes again with the same rid is given what was committed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -140,6 +140,17 @@ class Wish:
     metadata: Mapping[str, Any] = attrs.Factory(dict)
     head: bool = True
     again: bool = False
+
+    def for_each(self, rids: Iterable[str]) -> dict[str, Wish]:
+        """Of several replies, each after the first has the next seed: equal seeds would give equal replies."""
+        first = self.sampling.seed
+        if first is None:
+            return dict.fromkeys(rids, self)
+        found = {}
+        for index, rid in enumerate(rids):
+            seed = (first + index) % 2**64 if index else first
+            found[rid] = attrs.evolve(self, sampling=attrs.evolve(self.sampling, seed=seed))
+        return found
 
 
 class Generations:

@@ -71,10 +71,10 @@ class Service:
             if not token_ids:
                 raise Refused(400, "a prompt has at least one token", type="OutOfRange", param="input_ids")
             place = partial(history.continue_tokens, token_ids=token_ids, media=media)
-            return await self._without_session(tenant, place, dict.fromkeys(rids, wish))
+            return await self._without_session(tenant, place, wish.for_each(rids))
         wish = attrs.evolve(wish, head=True)
         async with self.sessions.using(session_store_id(tenant, params.id)) as live:
-            wishes = dict.fromkeys(rids, wish)
+            wishes = wish.for_each(rids)
             return await self.sessions.generate(live, params.model_dump(exclude={"id"}), token_ids, media, wishes)
 
     async def complete(self, tenant: str, body: schemas.ChatCompletion) -> tuple[str, Answer]:
@@ -89,7 +89,7 @@ class Service:
         def place(session: Session) -> Node:
             return history.continue_chat(session, chat.render(said))
 
-        return completion_id, await self._without_session(tenant, place, dict.fromkeys(rids, wish))
+        return completion_id, await self._without_session(tenant, place, wish.for_each(rids))
 
     async def respond(self, tenant: str, body: schemas.CreateResponse) -> tuple[str, Mapping[str, Any], Answer]:
         """Its id, what is remembered of its request, and the reply."""

@@ -16,7 +16,7 @@ import attrs
 
 from mini_scheduler.engine import Engine
 from mini_scheduler.requests import Output, Request, Sampling
-from sessiontree import NameTaken, Node, SessionTreeError
+from sessiontree import NameTaken, Node, SessionTreeError, UnknownHead
 from sessiontree.aio import AsyncSession, AsyncStore
 
 TIP: Final = "tip"  # the head of a streaming session that moves
@@ -44,13 +44,21 @@ class Live:
         if not self.users:
             self._on_idle(self)
 
-    @property
-    def heads(self) -> Mapping[str, Node]:
-        return self.session.session.heads
+    def has(self, name: str) -> bool:
+        """Whether there is a head of this name; no disk is touched for that."""
+        try:
+            self.session.session.head(name)
+        except UnknownHead:
+            return False
+        return True
+
+    async def node(self, name: str) -> Node:
+        """Where a head is. Raises UnknownHead."""
+        return (await self.session.head(name)).node
 
     @property
     def streaming(self) -> bool:
-        return TIP in self.heads
+        return self.has(TIP)
 
 
 class Generation:
@@ -208,8 +216,8 @@ class Generations:
 
     async def _committed(self, live: Live, prompt: Node, rid: str) -> Node | None:
         """The reply to this prompt that has this rid; its head is set now where that was not done. Raises NameTaken, KeyTaken."""
-        if rid in live.heads:
-            node = (await live.session.head(rid)).node
+        if live.has(rid):
+            node = await live.node(rid)
             if node.parent != prompt:
                 raise NameTaken(f"rid {rid!r} is that of another request", name=rid, actual=None)
         else:
@@ -225,7 +233,7 @@ class Generations:
     async def _name(self, live: Live, rid: str, node: Node) -> None:
         """Have a reply named, and the tip of a streaming session that it goes on from moved to it."""
         session = live.session
-        if rid not in live.heads:
+        if not live.has(rid):
             await session.set_head(rid, node, expected=None)
         if live.streaming:
             tip = await session.head(TIP)

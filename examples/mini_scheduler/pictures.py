@@ -86,18 +86,21 @@ def uploaded(upload: str, most: int) -> bytes:
 
 def opened(data: bytes, most_pixels: int) -> Image.Image:
     """The picture in a file, decoded, in RGB; the first frame of an animation. Raises Refused."""
+    what = f"a picture has {most_pixels} pixels at most, by what its header says"
+    too_large = Refused(413, what, type="LimitExceeded", code="image_too_large")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's own about size: ours is the lower limit
+            warnings.simplefilter("ignore")  # Pillow warns of sizes too
             picture = Image.open(io.BytesIO(data), formats=FORMATS)
             width, height = picture.size
             if width * height > most_pixels:
-                what = f"a picture of {width} × {height}; {most_pixels} pixels are allowed"
-                raise Refused(413, what, type="LimitExceeded", code="image_too_large")
+                raise too_large
             if max(width, height) > _ASPECT * min(width, height):
                 raise Refused(400, f"a picture of {width} × {height} is too narrow", code="invalid_image")
             return picture.convert("RGB")
     except Refused:
         raise
+    except Image.DecompressionBombError:
+        raise too_large from None
     except Exception:  # Pillow raises all kinds of things over files that are broken
         raise Refused(400, f"this is no picture in {', '.join(FORMATS)}, or it is damaged", code="invalid_image") from None

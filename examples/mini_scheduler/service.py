@@ -114,7 +114,7 @@ class Service:
     async def stored_response(self, tenant: str, response_id: str) -> Node:
         """Raises UnknownHead, UnknownSession."""
         async with self.sessions.history(tenant) as live:
-            node = (await live.session.head(response_id)).node
+            node = await live.node(response_id)
         if responses.KEPT not in node.metadata:
             raise UnknownHead("no response has this id", name=response_id)
         return node

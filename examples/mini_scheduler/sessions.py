@@ -44,6 +44,7 @@ class Sessions:
         self._generations = generations
         self._max_tokens = max_tokens
         self._lives: dict[str, Live] = {}
+        self._histories: set[str] = set()  # tenants that have one
         self._idle: dict[str, tuple[float, float]] = {}  # by store id: how long it may lie idle, and since when it does
 
     # Using
@@ -73,15 +74,12 @@ class Sessions:
 
     @asynccontextmanager
     async def history(self, tenant: str) -> AsyncIterator[Live]:
-        """What a tenant's requests without a session share."""
+        """What a tenant's requests without a session share; made when the first comes."""
         store_id = f"{tenant}/history"
-        try:
-            async with self.using(store_id) as live:
-                yield live
-            return
-        except UnknownSession:
+        if tenant not in self._histories:
             with suppress(SessionExists):
                 await self._create(store_id, tenant)
+            self._histories.add(tenant)
         async with self.using(store_id) as live:
             yield live
 
@@ -140,7 +138,7 @@ class Sessions:
         async with self.using(session_store_id(tenant, session_id)) as live:
             node = await live.session.run(_forked_at, rid)
             forked = await self._store.fork(live.session, node, session_store_id(tenant, new_id))
-            await forked.run(_name_path, node.id, set(live.heads), live.streaming)
+            await forked.run(_name_path, node.id, set(live.session.session.heads), live.streaming)
             await self._store.flush()
         return new_id, node.key if node.origin == "generated" else None, node.stop
 
@@ -176,20 +174,21 @@ class Sessions:
     async def _tip(self, live: Live, rids: Iterable[str]) -> str | None:
         """The rid at the tip; for one that was committed and is asked for again, the one at the tip when it was not."""
         for rid in rids:
-            if rid in live.heads:
-                return (await live.session.head(rid)).node.metadata.get(TIP)
-        return (await live.session.head(TIP)).node.key
+            if live.has(rid):
+                earlier: str | None = (await live.node(rid)).metadata.get(TIP)
+                return earlier
+        return (await live.node(TIP)).key
 
     async def _continuation(self, live: Live, params: Mapping[str, Any], tip: str | None) -> Continuation:
-        heads, contexts = live.heads, dict[str, Context]()
+        contexts = dict[str, Context]()
         for rid in (params.get("rid"), tip):
             if rid is None:
                 continue
             if rid in live.running:
                 stop = live.running[rid].prompt.stop
                 contexts[rid] = Context(stop, stop, finished=False)
-            elif rid in heads and rid != TIP:
-                node = (await live.session.head(rid)).node
+            elif rid != TIP and live.has(rid):
+                node = await live.node(rid)
                 contexts[rid] = Context(node.start, node.stop)
         return continuation(params, contexts.get, in_flight=live.running, streaming=live.streaming, tip=tip)
 
@@ -200,7 +199,7 @@ class Sessions:
             node = live.session.session.root
         else:
             running = live.running.get(where.rid)
-            whole = running.prompt if running is not None else (await live.session.head(where.rid)).node
+            whole = running.prompt if running is not None else await live.node(where.rid)
             node = await live.session.truncate(whole, where.length)
         return await live.session.append(node, token_ids, media=media)
 
@@ -224,7 +223,7 @@ async def _make_way(live: Live, where: Continuation) -> None:
     """Abort what a request replaces, and wait for that; forget all that came before where it begins anew."""
     await _aborted(live, where.aborts, "replaced by another request")
     if where.forgets:
-        for name in list(live.heads):
+        for name in list(live.session.session.heads):
             if name != TIP:
                 await live.session.drop_head(name)
 

@@ -217,7 +217,12 @@ def test_an_upload_is_processed_once_for_each_tenant_and_again_once_it_is_lost(m
     store, pictures = SessionStore.in_memory(), Pictures(Limits(), taken=True)
     processed: list[Any] = []
     process = Pictures._process
-    monkeypatch.setattr(Pictures, "_process", lambda self, image: processed.append(image) or process(self, image))
+
+    def counted(self: Pictures, image: Image.Image) -> Any:
+        processed.append(image)
+        return process(self, image)
+
+    monkeypatch.setattr(Pictures, "_process", counted)
     url = url_of(file_of(NOISE))
     (item,) = pictures.take(store, "acme", [url])
     assert pictures.take(store, "acme", [url, url]) == [item, item] and len(processed) == 1

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
+import socket
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import torch
@@ -14,6 +17,17 @@ from mini_scheduler.model import MODELS
 from mini_scheduler.server import make_app
 from mini_scheduler.service import Config
 from mini_scheduler.tenants import Tenants, read_keys
+
+
+class Server(uvicorn.Server):
+    """Asked to stop, it takes no more requests; ``end`` waits for those that run, and aborts them when they have had their time."""
+
+    def __init__(self, config: uvicorn.Config, end: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(config)
+        self._end = end
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await asyncio.gather(super().shutdown(sockets), self._end())
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -60,14 +74,18 @@ def main(argv: list[str] | None = None) -> None:
     )
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     torch.set_num_threads(1)  # more would only wait for each other on so small a model
-    uvicorn.run(
-        make_app(config),
-        host=options.host,
-        port=options.port,
-        log_level="info",  # which says where it is served: --port 0 is any that is free
-        access_log=False,
-        timeout_graceful_shutdown=max(1, round(options.grace)),
-    )
+    app = make_app(config)
+    Server(
+        uvicorn.Config(
+            app,
+            host=options.host,
+            port=options.port,
+            log_level="info",  # which says where it is served: --port 0 is any that is free
+            access_log=False,
+            timeout_graceful_shutdown=round(options.grace) + 10,  # in vain: by then nothing runs
+        ),
+        lambda: app.state.service.sessions.end(options.grace),
+    ).run()
 
 
 if __name__ == "__main__":

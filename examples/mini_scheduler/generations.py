@@ -16,7 +16,8 @@ import attrs
 
 from mini_scheduler.engine import Engine
 from mini_scheduler.requests import Output, Request, Sampling
-from sessiontree import NameTaken, Node, SessionTreeError, UnknownHead
+from mini_scheduler.text import IM_END, Detokenizer
+from sessiontree import NameTaken, Node, SessionTreeError, StoreClosed, UnknownHead
 from sessiontree.aio import AsyncSession, AsyncStore
 
 TIP: Final = "tip"  # the head of a streaming session that moves
@@ -115,13 +116,16 @@ class Answer:
         self.generations.append(generation)
         return generation
 
-    def add_committed(self, rid: str, node: Node) -> None:
+    def add_committed(self, rid: str, node: Node, sampling: Sampling) -> None:
         """One that was made before, and is given again."""
         assert node.parent is not None
-        text, reason = str(node.metadata.get("text", "")), "length" if node.finish_reason == "length" else "stop"
         generation = self.add(rid, node.parent)
         generation.settled.set()
-        generation.pass_on(Output(tuple(node.token_ids.tolist()), text, reason, node=node))  # type: ignore[arg-type]
+        ids, text = tuple(node.token_ids.tolist()), str(node.metadata.get("text", ""))
+        if node.finish_reason == "length":
+            generation.pass_on(Output(ids, text, "length", node=node))
+        else:
+            generation.pass_on(Output(ids, text, "stop", matched_in(ids, sampling), node=node))
 
     async def outputs(self) -> AsyncIterator[tuple[Generation, Output]]:
         while any(generation.last is None for generation in self.generations):
@@ -161,6 +165,17 @@ class Wish:
         return found
 
 
+def matched_in(token_ids: Sequence[int], sampling: Sampling) -> int | str | None:
+    """What ended a reply that stopped: its last token, or a stop string in its text."""
+    if token_ids and (token_ids[-1] == IM_END or token_ids[-1] in sampling.stop_token_ids):
+        return token_ids[-1]
+    text = Detokenizer(sampling.stop)
+    for token in token_ids:
+        text.push(token)
+    text.finish()
+    return text.matched
+
+
 class Generations:
     """Starts replies in the engine and sees them to their end."""
 
@@ -169,6 +184,7 @@ class Generations:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ending = False
 
     async def start(self, live: Live, prompt: Node, wishes: Mapping[str, Wish], before: Callable[[], Any] | None = None) -> Answer:
         """Replies to a prompt, one for each rid. The session's lock is held.
@@ -183,7 +199,7 @@ class Generations:
             if node is None:
                 new[rid] = answer.add(rid, prompt)
             else:
-                answer.add_committed(rid, node)
+                answer.add_committed(rid, node, wish.sampling)
         if new and before is not None:
             await before()
         drafts = []
@@ -195,6 +211,8 @@ class Generations:
                 request = Request(draft, wish.sampling, tell, salt=wish.salt, metadata=wish.metadata)
                 generation.give_to(self._engine, request)
             if new:
+                if self._ending:
+                    raise StoreClosed("the server is shutting down")
                 self._engine.submit([generation.request for generation in new.values()])
         except BaseException:
             for draft in drafts:
@@ -276,7 +294,8 @@ class Generations:
             generation.pass_on(output)
 
     async def end(self, lives: Sequence[Live], grace: float) -> None:
-        """Wait for all that runs, at most ``grace`` seconds; what runs then is aborted, and waited for."""
+        """Start nothing more and wait for all that runs, at most ``grace`` seconds; what runs then is aborted, and waited for."""
+        self._ending = True
         running = [generation for live in lives for generation in live.running.values()]
         with suppress(TimeoutError):
             async with asyncio.timeout(grace):

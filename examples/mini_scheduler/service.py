@@ -24,6 +24,7 @@ from mini_scheduler.model import Model, load_model
 from mini_scheduler.pictures import Pictures
 from mini_scheduler.sessions import Sessions, session_store_id
 from mini_scheduler.tenants import Tenants, salt_of
+from mini_scheduler.text import encode
 from mini_scheduler.upkeep import keep_up
 from sessiontree import LimitExceeded, MediaItem, Node, Session, SessionStore, UnknownHead, UnknownNode
 from sessiontree.aio import AsyncStore
@@ -172,6 +173,7 @@ class Service:
 async def serving(config: Config) -> AsyncIterator[Service]:
     """A service, from an open store to a closed one. What still runs at the end is aborted."""
     model = await asyncio.to_thread(load_model, config.model, config.seed)
+    await asyncio.to_thread(encode, "")  # which loads the vocabulary
     if config.store is None:
         store = AsyncStore(SessionStore.in_memory())
     else:

@@ -28,7 +28,7 @@ def event(content: Any, name: str | None = None) -> str:
 
 
 def error_event(error: Refused) -> str:
-    return event(error.body)
+    return event(error.body) + DONE
 
 
 async def whole(request: Request, answer: Answer, timeout: float) -> list[Generation]:

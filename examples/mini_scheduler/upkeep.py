@@ -16,7 +16,7 @@ RECENT = 10_000  # nodes of a session that gc leaves though no head leads to the
 
 async def keep_up(store: AsyncStore, sessions: Sessions, *, every: float = 1.0, collect_every: float = 600.0) -> None:
     """Until it is cancelled. Seconds."""
-    collected = time.monotonic()
+    collected, said = time.monotonic(), ""
     while True:
         await asyncio.sleep(every)
         try:
@@ -24,6 +24,8 @@ async def keep_up(store: AsyncStore, sessions: Sessions, *, every: float = 1.0, 
             await sessions.close_idle()
             if time.monotonic() - collected >= collect_every:
                 await store.gc(recent=RECENT)
-                collected = time.monotonic()
+                collected, said = time.monotonic(), ""
         except SessionTreeError as error:  # health says so too
-            _logger.error("upkeep: %s", error)
+            if str(error) != said:
+                _logger.error("upkeep: %s", error)
+            said = str(error)

@@ -5,8 +5,8 @@
 PYTHON ?= python3
 JOBS ?= 2
 PORT ?= 8000
-STORE ?= .sessions
 MODEL ?= tiny-qwen2.5-vl
+STORE ?= .sessions-$(MODEL)
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import attrs
 
@@ -164,44 +164,10 @@ class Sessions:
             self._generations.check_free(live, wishes)
             if live.streaming and len(wishes) > 1:
                 raise Unsupported("a streaming session has one reply to a turn")
-            tip = await self._tip(live, wishes) if live.streaming else None
-            where = await self._continuation(live, params, tip)
-            prompt = await self._prompt(live, where, token_ids, media)
-            remembered = {_PARENT: where.rid} | ({TIP: tip} if live.streaming else {})
-            made = {rid: attrs.evolve(wish, metadata={**wish.metadata, **remembered}) for rid, wish in wishes.items()}
-            return await self._generations.start(live, prompt, made, partial(_make_way, live, where))
-
-    async def _tip(self, live: Live, rids: Iterable[str]) -> str | None:
-        """The rid at the tip; for one that was committed and is asked for again, the one at the tip when it was not."""
-        for rid in rids:
-            if live.has(rid):
-                earlier: str | None = (await live.node(rid)).metadata.get(TIP)
-                return earlier
-        return (await live.node(TIP)).key
-
-    async def _continuation(self, live: Live, params: Mapping[str, Any], tip: str | None) -> Continuation:
-        contexts = dict[str, Context]()
-        for rid in (params.get("rid"), tip):
-            if rid is None:
-                continue
-            if rid in live.running:
-                stop = live.running[rid].prompt.stop
-                contexts[rid] = Context(stop, stop, finished=False)
-            elif rid != TIP and live.has(rid):
-                node = await live.node(rid)
-                contexts[rid] = Context(node.start, node.stop)
-        return continuation(params, contexts.get, in_flight=live.running, streaming=live.streaming, tip=tip)
-
-    async def _prompt(self, live: Live, where: Continuation, token_ids: Sequence[int], media: Sequence[MediaItem]) -> Node:
-        if not token_ids and not where.length:
-            raise OutOfRange("a first turn has at least one token", value=0, limit=1)
-        if where.rid is None:
-            node = live.session.session.root
-        else:
-            running = live.running.get(where.rid)
-            whole = running.prompt if running is not None else await live.node(where.rid)
-            node = await live.session.truncate(whole, where.length)
-        return await live.session.append(node, token_ids, media=media)
+            prompts = {rid: generation.prompt for rid, generation in live.running.items()}
+            place = await live.session.run(_placed, params, prompts, tuple(wishes), token_ids, media)
+            made = {rid: attrs.evolve(wish, metadata={**wish.metadata, **place.remembered}) for rid, wish in wishes.items()}
+            return await self._generations.start(live, place.prompt, made, partial(_make_way, live, place.where))
 
     def abort(self, tenant: str, rid: str | None, *, everything: bool) -> None:
         """Abort a tenant's requests of this rid, wherever they run, or all that it has."""
@@ -237,6 +203,51 @@ async def _aborted(live: Live, rids: Sequence[str], reason: str) -> None:
 
 
 # --- of what is on disk, on a thread of the store's ---------------------------------------------------------------------
+class _Place(NamedTuple):
+    """Where a request goes on, the node that its prompt ends with, and what its reply's node remembers of that."""
+
+    where: Continuation
+    prompt: Node
+    remembered: dict[str, Any]
+
+
+def _placed(
+    session: Session,
+    params: Mapping[str, Any],
+    running: Mapping[str, Node],
+    rids: Iterable[str],
+    token_ids: Sequence[int],
+    media: Sequence[MediaItem],
+) -> _Place:
+    """``running``: the prompts of what runs. ``rids``: those of the request; one that has a reply goes on where that one did."""
+    at_tip, tip = _at(session, TIP), None
+    if at_tip is not None:
+        earlier = next((node for node in (_at(session, rid) for rid in rids) if node is not None), None)
+        tip = at_tip.key if earlier is None else earlier.metadata.get(TIP)
+
+    def context_of(rid: str) -> Context | None:
+        if rid in running:
+            return Context(running[rid].stop, running[rid].stop, finished=False)
+        node = _at(session, rid) if rid != TIP else None
+        return None if node is None else Context(node.start, node.stop)
+
+    where = continuation(params, context_of, in_flight=running, streaming=at_tip is not None, tip=tip)
+    if not token_ids and not where.length:
+        raise OutOfRange("a first turn has at least one token", value=0, limit=1)
+    node = session.root
+    if where.rid is not None:
+        node = session.truncate(running.get(where.rid) or session.head(where.rid).node, where.length)
+    prompt = session.append(node, token_ids, media=media)
+    return _Place(where, prompt, {_PARENT: where.rid} | ({TIP: tip} if at_tip is not None else {}))
+
+
+def _at(session: Session, name: str) -> Node | None:
+    try:
+        return session.head(name).node
+    except UnknownHead:
+        return None
+
+
 def _forked_at(session: Session, rid: str | None) -> Node:
     if rid is not None:
         return session.head(rid).node

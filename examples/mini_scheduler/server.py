@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from mini_scheduler import completions, native, responses, schemas
 from mini_scheduler.failures import Json, Refused
@@ -51,6 +51,9 @@ _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
         504: "timed out",
     }.items()
 }
+_STREAMED: Final[dict[int | str, dict[str, Any]]] = {
+    200: {"description": "whole, or as server-sent events", "content": {"application/json": {}, "text/event-stream": {}}}
+}
 router = APIRouter(responses=_ERRORS)
 _bearer = HTTPBearer(auto_error=False)
 
@@ -86,7 +89,7 @@ async def close_session(here: Here, tenant: Tenant, body: schemas.CloseSession) 
     return Json({})
 
 
-@router.post("/generate")
+@router.post("/generate", responses=_STREAMED)
 async def generate(request: Request, here: Here, tenant: Tenant, body: schemas.Generate) -> Response:
     answer = await here.generate(tenant, body)
     timeout = here.config.limits.timeout
@@ -115,7 +118,7 @@ async def fork_session(here: Here, tenant: Tenant, session_id: str, body: schema
 
 
 # --- OpenAI's -----------------------------------------------------------------------------------------------------------
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=_STREAMED)
 async def chat_completions(request: Request, here: Here, tenant: Tenant, body: schemas.ChatCompletion) -> Response:
     completion_id, answer = await here.complete(tenant, body)
     name, timeout = here.model.name, here.config.limits.timeout
@@ -125,7 +128,7 @@ async def chat_completions(request: Request, here: Here, tenant: Tenant, body: s
     return Json(completions.completion(completion_id, name, await whole(request, answer, timeout)))
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", responses=_STREAMED)
 async def create_response(request: Request, here: Here, tenant: Tenant, body: schemas.CreateResponse) -> Response:
     response_id, asked, answer = await here.respond(tenant, body)
     name, timeout = here.model.name, here.config.limits.timeout
@@ -174,9 +177,9 @@ async def health(here: Here) -> Response:
     return Json({"status": "ok", "model": here.model.name})
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(here: Here, _: Admin) -> Response:
-    return Response(await asyncio.to_thread(here.figures.text), media_type="text/plain; version=0.0.4")
+    return PlainTextResponse(await asyncio.to_thread(here.figures.text), media_type="text/plain; version=0.0.4")
 
 
 # --- errors -------------------------------------------------------------------------------------------------------------

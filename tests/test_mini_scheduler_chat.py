@@ -238,6 +238,8 @@ def test_a_prompt_that_is_too_long_leaves_nothing() -> None:
         ask(tree, ("user", "one"), ("assistant", "two"), ("user", "three " * 16))
     with pytest.raises(LimitExceeded):
         continue_tokens(tree, range(17), [])
+    with pytest.raises(LimitExceeded):
+        continue_tokens(tree, range(12), [], room=5)
     assert len(tree.tree) == 1
     assert ask(tree, ("user", "one")).stop <= 16 == continue_tokens(tree, range(16), []).stop
 

@@ -20,6 +20,7 @@ from mini_scheduler.requests import Output, Request, Sampling
 from mini_scheduler.sessions import Sessions, session_store_id
 
 from sessiontree import (
+    LimitExceeded,
     MediaItem,
     MediaSpanError,
     NameTaken,
@@ -82,7 +83,7 @@ class Front:
         self.store = store
         self.engine = HandEngine()
         self.generations = Generations(store, cast(Engine, self.engine))
-        self.sessions = Sessions(store, MODEL, self.generations, 100)
+        self.sessions = Sessions(store, MODEL, self.generations, 200)
 
     async def open(self, name: str = "s", *, streaming: bool = False) -> None:
         await self.sessions.open("t", name, streaming=streaming, timeout=None)
@@ -176,11 +177,12 @@ def test_an_answer_that_was_lost_is_given_again(streaming: bool) -> None:
         await front.open(streaming=streaming)
         first = await front.turn("zero")
         node = await front.turn("one", **({} if streaming else {"rid": "zero"}))
-        size = await front.size()
+        await front.turn("two", (5,), rid=None if streaming else "one")
+        size, heads = await front.size(), await front.heads()
         answer = await front.ask("one", rid=None if streaming else "zero")
         (generation,) = await answer.whole()
         assert (generation.token_ids, generation.text, generation.prompt) == ([7, 8], "text", node.parent)
-        assert not front.engine.requests and await front.size() == size
+        assert not front.engine.requests and (await front.size(), await front.heads()) == (size, heads)
         assert node.parent is not None and node.parent.parent == first
 
     play(scene)
@@ -470,6 +472,9 @@ def test_turns_that_cannot_be() -> None:
         await front.open()
         with pytest.raises(OutOfRange):
             await front.ask("one", ())
+        with pytest.raises(LimitExceeded):
+            await front.ask("one", range(200 - 127))  # and 128 new ones
+        assert await front.size() == 1
         picture = MediaItem("image", bytes(32), [(1, 4)], grid_thw=(1, 4, 4))
         node = await front.turn("one", (151652, 151655, 151655, 151655, 151655, 151653), media=[picture])
         for offset, error in ((3, MediaSpanError), (9, OutOfRange), (-9, OutOfRange)):

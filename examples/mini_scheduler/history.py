@@ -5,6 +5,7 @@ taken as it was generated: text that is tokenized again gives other ids. Where t
 thoughts, its path is rewritten: of each reply the tokens that still stand are kept, and so is all that stands before the first.
 
 Everything here may read and write the disk, and runs on a thread of the store's. What it appends is input; no reply is made here.
+``room``: tokens that the reply may come to have; a prompt that leaves less is refused before any of it is appended.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from mini_scheduler.text import decode, encode
 from sessiontree import Edit, LimitExceeded, MediaItem, MediaSpanError, Node, Session
 
 
-def continue_tokens(session: Session, token_ids: Sequence[int], media: Sequence[MediaItem]) -> Node:
+def continue_tokens(session: Session, token_ids: Sequence[int], media: Sequence[MediaItem], room: int = 0) -> Node:
     """The node that ends with this prompt, wherever turns of earlier ones ended. An image is never cut."""
-    check_length(session, len(token_ids))
+    check_length(session, len(token_ids), room)
     match = session.longest_prefix(token_ids, media)
     node = match.node
     if match.within is not None:
@@ -31,9 +32,9 @@ def continue_tokens(session: Session, token_ids: Sequence[int], media: Sequence[
     return node if node.stop == len(token_ids) else session.append(node, token_ids[node.stop :], media=rest)
 
 
-def continue_chat(session: Session, turns: Sequence[Turn]) -> Node:
+def continue_chat(session: Session, turns: Sequence[Turn], room: int = 0) -> Node:
     """The node that ends with these turns, the last of which ends where the assistant is to speak."""
-    check_length(session, sum(len(turn.token_ids) for turn in turns))
+    check_length(session, sum(len(turn.token_ids) for turn in turns), room)
     node = session.root
     *earlier, last = _questions(turns)
     for question in earlier:
@@ -48,11 +49,12 @@ def append_turns(session: Session, node: Node, turns: Sequence[Turn]) -> Node:
     return node
 
 
-def check_length(session: Session, count: int) -> None:
-    """Before anything is appended: whether a path may have so many tokens. Raises LimitExceeded."""
+def check_length(session: Session, count: int, room: int) -> None:
+    """Before anything is appended: whether a prompt may have so many tokens, and ``room`` for a reply. Raises LimitExceeded."""
     limit = session.max_tokens
-    if limit is not None and count > limit:
-        raise LimitExceeded(f"a prompt of {count} tokens; this server takes {limit}", value=count, limit=limit)
+    if limit is not None and count + room > limit:
+        what = f"{count} tokens of prompt and {room} new ones; this server has room for {limit}"
+        raise LimitExceeded(what, value=count + room, limit=limit)
 
 
 def reply_of(session: Session, prompt: Node, text: str) -> Node | None:
@@ -119,7 +121,12 @@ def _forgetting(reply: Node, turn: Turn) -> Edit:
 
 # --- responses ----------------------------------------------------------------------------------------------------------
 def continue_response(
-    session: Session, before: Node | None, had: Sequence[int], instructions: Sequence[int], turns: Sequence[Turn]
+    session: Session,
+    before: Node | None,
+    had: Sequence[int],
+    instructions: Sequence[int],
+    turns: Sequence[Turn],
+    room: int = 0,
 ) -> Node:
     """Behind an earlier response, whose own instructions are not inherited: where these differ, its path gets another beginning.
 
@@ -128,9 +135,9 @@ def continue_response(
     """
     count = sum(len(turn.token_ids) for turn in turns) + len(instructions)
     if before is None:
-        check_length(session, count)
+        check_length(session, count, room)
         node = session.append(session.root, instructions, role="system") if instructions else session.root
     else:
-        check_length(session, count + before.stop - len(had))
+        check_length(session, count + before.stop - len(had), room)
         node = before if had == instructions else session.rewrite(before, [Edit(0, len(had), instructions)])
     return append_turns(session, node, turns)

@@ -77,7 +77,7 @@ class Generate(Body):
     """One prompt, as text or as token ids. Each ``<|image_pad|>`` (151655) stands for one picture of ``image_data``, in order."""
 
     text: Text | None = None
-    input_ids: list[TokenId] | None = None
+    input_ids: Annotated[list[TokenId], Field(max_length=2**18)] | None = None
     image_data: Text | Annotated[list[Text], Field(max_length=MAX_IMAGES)] | None = None
     sampling_params: SamplingParams | None = None
     rid: Name | Annotated[list[Name], Field(min_length=1, max_length=MAX_SAMPLES)] | None = None

@@ -71,7 +71,7 @@ class Service:
         if params is None:
             if not token_ids:
                 raise Refused(400, "a prompt has at least one token", type="OutOfRange", param="input_ids")
-            place = partial(history.continue_tokens, token_ids=token_ids, media=media)
+            place = partial(history.continue_tokens, token_ids=token_ids, media=media, room=sampling.max_new_tokens)
             return await self._without_session(tenant, place, wish.for_each(rids))
         wish = attrs.evolve(wish, head=True)
         async with self.sessions.using(session_store_id(tenant, params.id)) as live:
@@ -88,7 +88,7 @@ class Service:
         rids = [completion_id] if body.n in (None, 1) else [f"{completion_id}-{index}" for index in range(body.n or 0)]
 
         def place(session: Session) -> Node:
-            return history.continue_chat(session, chat.render(said))
+            return history.continue_chat(session, chat.render(said), wish.sampling.max_new_tokens)
 
         return completion_id, await self._without_session(tenant, place, wish.for_each(rids))
 
@@ -106,7 +106,8 @@ class Service:
 
         def place(session: Session) -> Node:
             wanted = responses.instruction_ids(body.instructions)
-            return history.continue_response(session, before, had, wanted, responses.turns_of(body, pictures))
+            turns = responses.turns_of(body, pictures)
+            return history.continue_response(session, before, had, wanted, turns, sampling.max_new_tokens)
 
         response_id = f"resp_{uuid.uuid4().hex}"
         wish = Wish(sampling, metadata={responses.KEPT: asked} if body.store is not False else {}, head=body.store is not False)

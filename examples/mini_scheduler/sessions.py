@@ -17,6 +17,7 @@ import attrs
 
 from engine_bridge.adapters.sglang_params import Context, Continuation, continuation
 from mini_scheduler.generations import TIP, Answer, Generations, Live, Wish
+from mini_scheduler.history import check_length
 from mini_scheduler.model import Model
 from mini_scheduler.tenants import namespace_of
 from sessiontree import (
@@ -165,7 +166,8 @@ class Sessions:
             if live.streaming and len(wishes) > 1:
                 raise Unsupported("a streaming session has one reply to a turn")
             prompts = {rid: generation.prompt for rid, generation in live.running.items()}
-            place = await live.session.run(_placed, params, prompts, tuple(wishes), token_ids, media)
+            room = max(wish.sampling.max_new_tokens for wish in wishes.values())
+            place = await live.session.run(_placed, params, prompts, tuple(wishes), token_ids, media, room)
             made = {rid: attrs.evolve(wish, metadata={**wish.metadata, **place.remembered}) for rid, wish in wishes.items()}
             return await self._generations.start(live, place.prompt, made, partial(_make_way, live, place.where))
 
@@ -218,6 +220,7 @@ def _placed(
     rids: Iterable[str],
     token_ids: Sequence[int],
     media: Sequence[MediaItem],
+    room: int,
 ) -> _Place:
     """``running``: the prompts of what runs. ``rids``: those of the request; one that has a reply goes on where that one did."""
     at_tip, tip = _at(session, TIP), None
@@ -234,6 +237,7 @@ def _placed(
     where = continuation(params, context_of, in_flight=running, streaming=at_tip is not None, tip=tip)
     if not token_ids and not where.length:
         raise OutOfRange("a first turn has at least one token", value=0, limit=1)
+    check_length(session, where.length + len(token_ids), room)
     node = session.root
     if where.rid is not None:
         node = session.truncate(running.get(where.rid) or session.head(where.rid).node, where.length)

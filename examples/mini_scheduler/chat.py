@@ -65,8 +65,8 @@ def without_thought(text: str) -> str:
     return text.rpartition(_THOUGHT_ENDS)[2].lstrip(_LINE_BREAK) if _THOUGHT_ENDS in text else text
 
 
-def closing(last_token: int | None) -> list[int]:
-    """What ends an assistant's turn whose last token is this; None: it has none. A reply that was cut off lacks its end."""
+def closing(last_token: int) -> list[int]:
+    """What comes behind an assistant's turn, given the last token of its path. A reply that was cut off lacks its end."""
     return [*([] if last_token == IM_END else [IM_END]), *encode(_LINE_BREAK)]
 
 

@@ -4,7 +4,9 @@ Begin with ``requests`` (the vocabulary), then ``scheduler`` (what runs when), `
 through the block table), ``encoder``, ``sampler``, ``text`` and ``engine`` (the thread).
 
 In front of it: ``sessions`` and ``history`` (which node a request goes on from), ``generations`` (a reply on its way, and what is
-done with it when it ends), ``chat`` and ``pictures`` (messages and uploads to tokens and media). Around that, HTTP: ``schemas``
-(what comes), ``native``, ``completions`` and ``responses`` (what goes), ``streams`` (waiting, while the client does), ``tenants``,
-``limits`` and ``failures`` (what is refused), ``service`` (all parts put together), ``server`` (routes), ``upkeep`` and ``figures``.
+done with it when it ends), ``chat`` and ``pictures`` (messages and uploads to tokens and media).
+
+Around that, HTTP: ``schemas`` (what comes), ``native``, ``completions`` and ``responses`` (what goes), ``streams`` (waiting, while
+the client does), ``tenants``, ``limits`` and ``failures`` (what is refused), ``service`` (all of it put together), ``server``
+(routes), ``upkeep`` and ``figures``.
 """

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pyrsistent import PMap
 
-from sessiontree.details import TAIL_POLICIES, Details, TailPolicy
+from sessiontree.details import TAIL_POLICIES, USUAL_DETAILS, Details, TailPolicy
 from sessiontree.errors import (
     DraftClosed,
     FinishRefused,
@@ -30,7 +30,7 @@ from sessiontree.errors import (
     PositionLimitExceeded,
     Unsupported,
 )
-from sessiontree.frozen import checked_text, freeze_metadata, handed_out
+from sessiontree.frozen import EMPTY_METADATA, checked_text, freeze_metadata, handed_out
 from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
 from sessiontree.node import MediaSpan, Node, Origin, positions_array, positions_in, refuse_inside_item
@@ -50,7 +50,6 @@ from sessiontree.tokens import (
 from sessiontree.turns import Turn, plan_turn
 
 REFUSED_FINISH_REASONS: Final = frozenset({"abort", "error"})
-USUAL_FINISH_REASONS: Final = frozenset({"stop", "length", "tool_calls"})  # which need no look
 MAX_STATE_BYTES: Final = 2**20
 DRAFT_BYTES: Final = 700  # of a draft without tokens and states: measured
 
@@ -283,16 +282,20 @@ class Draft:
         """
         try:
             self._begin_end()
-            if type(finish_reason) is not str or finish_reason not in USUAL_FINISH_REASONS:
+            details = USUAL_DETAILS.get(finish_reason) if type(finish_reason) is str else None
+            if details is None:
                 finish_reason = checked_finish_reason(finish_reason)
             data = self._tokens.tobytes()
             if length is not None or tail_policy.__class__ is not str or tail_policy != "keep":
                 data, tail_policy = self._cut(data, length, tail_policy)
+                details = None
             parent = self._parent
             turn = plan_turn(parent._lineage.scheme, parent, data, (), "generated", self._role, self._key)
             frozen = self._metadata if metadata is None else freeze_metadata(metadata)
-            node = self._host._commit(parent, turn, Details(frozen, finish_reason, tail_policy))
-            self._close("committed")
+            if details is None or frozen is not EMPTY_METADATA:
+                details = Details(frozen, finish_reason, tail_policy)
+            node = self._host._commit(parent, turn, details)
+            self._host._close_draft(self, "committed")
         finally:
             self._ending = False
         return node

@@ -512,15 +512,17 @@ class Session:
         if not journal.waits:
             node = self._attach_at_rest(journal, parent, turn, details, reserved)
             if node is not None:
-                self._feed.pass_on()
+                if self._feed.wanted:
+                    self._feed.pass_on()
                 journal.relieve()
                 return node
+        return self._swap_durably(journal, partial(self._attached, parent, turn, details, reserved))
 
-        def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
-            self._check_there(tree, parent)
-            return tree._attach_alone(parent, turn, details, None, reserved, True)
-
-        return self._swap_durably(journal, attach)
+    def _attached(
+        self, parent: Node, turn: Turn, details: Details, reserved: int, tree: SessionTree
+    ) -> tuple[SessionTree, Node]:
+        self._check_there(tree, parent)
+        return tree._attach_alone(parent, turn, details, None, reserved, True)
 
     def _attach_at_rest(self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int) -> Node | None:
         """As :meth:`_swap_durably`, without its calls, where the disk is not waited for.
@@ -548,7 +550,8 @@ class Session:
                 raise
             if told[0] is before:  # else what came in between has told of more
                 told[0] = after
-            self._waiting = max(self._waiting, waiting)
+            if waiting > self._waiting:
+                self._waiting = waiting
             self._touch()
             if self._feed.wanted:
                 while not self._turn(self._tree, self._written):

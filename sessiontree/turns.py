@@ -53,7 +53,7 @@ def plan_turn(
     """
     if type(role) is not str or not role.isascii():
         role = checked_text(role, "role")
-    if key is not None:
+    if key is not None and (type(key) is not str or not key.isascii()):
         key = checked_text(key, "key")
     before = parent.state
     otherwise = None if parent.replayed is None else parent.replayed.state  # where replaying leads to another state

@@ -200,6 +200,7 @@ _KINDS: Final[tuple[type[Run], ...]] = (
 _NUMBERS: Final = {kind: number for number, kind in enumerate(_KINDS)}
 _TEXT: Final = _NUMBERS[TextRun]
 _FLOAT_TEXT: Final = _NUMBERS[FloatTextRun]
+_GRID: Final = _NUMBERS[GridRun]
 _EXTERNAL: Final = _NUMBERS[ExternalRun]
 
 #: How a node keeps its runs: a bare int where all of it is text that begins at that position, without any media; otherwise msgpack:
@@ -212,6 +213,17 @@ def packed(runs: Sequence[Run]) -> Runs:
     if len(runs) == 1 and type(runs[0]) is TextRun:
         return runs[0].base
     return pack([(_NUMBERS[type(run)], *run) for run in runs])
+
+
+def image_runs(base: int, start: int, height: int, width: int, behind: int, count: int) -> Runs:
+    """Packed runs of text from ``base`` on, an image behind its first ``start`` tokens, and ``count`` of text from ``behind`` on."""
+    corner = base + start
+    runs: list[tuple[int, ...]] = [(_GRID, height * width, corner, corner, 0, height, width, 0)]
+    if start:
+        runs.insert(0, (_TEXT, start, base))
+    if count:
+        runs.append((_TEXT, count, behind))
+    return pack(runs)
 
 
 def spelled_out(runs: Runs, num_tokens: int) -> bytes:

@@ -33,10 +33,10 @@ from sessiontree.errors import (
 from sessiontree.frozen import EMPTY_METADATA, checked_text, freeze_metadata, handed_out
 from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
-from sessiontree.node import MediaSpan, Node, Origin, positions_array, positions_in, refuse_inside_item
+from sessiontree.node import MediaSpan, Node, Origin, positions_in, positions_table, refuse_inside_item
 from sessiontree.node import position_pieces as node_pieces
 from sessiontree.positions import Mode, PositionScheme, PositionState
-from sessiontree.positions.runs import Piece, write
+from sessiontree.positions.runs import Piece
 from sessiontree.tokens import (
     MAX_TOKEN_ID,
     TOKEN_BYTES,
@@ -468,11 +468,7 @@ class Draft:
     ) -> NDArray[Any]:
         """Positions of path tokens ``[start, stop)``: (num_axes, stop - start), read-only. As for a node."""
         first, last = window(start, stop, self.stop)
-        positions, pen = positions_array(self.scheme, last - first, out)
-        pieces = position_pieces(self, first, last, mode)
-        if pieces:
-            write(pieces, pen)
-        return positions
+        return positions_table(self.scheme, last - first, position_pieces(self, first, last, mode), out)
 
     def media_spans(self, start: int = 0, stop: int | None = None) -> tuple[MediaSpan, ...]:
         """(item, start, stop) for each span of its path that meets the window, clipped to it. As for a node."""

@@ -421,17 +421,17 @@ def _farthest(last: int, height: int, width: int) -> tuple[int, int]:
 def _write_grid(first: int, stop: int, height: int, width: int, times: Any, base: int | float, out: NDArray[Any]) -> None:
     """Tokens ``[first, stop)`` of frames that stand at ``times``, or all at one."""
     size = height * width
-    number = _number(base)
     if (stop - first) % size == 0 == first:  # whole frames
         frames = out.reshape(3, -1, height, width)
         frames[0] = times[:, None, None] if isinstance(times, np.ndarray) else times
         if isinstance(base, float):
-            frames[1] = counted(height).astype(number)[:, None] + number(base)
-            frames[2] = counted(width).astype(number) + number(base)
+            frames[1] = counted(height).astype(np.float32)[:, None] + np.float32(base)
+            frames[2] = counted(width).astype(np.float32) + np.float32(base)
         else:
             frames[1] = counted(base + height, base)[:, None]
             frames[2] = counted(base + width, base)
         return
+    number = _number(base)
     frame, place = np.divmod(np.arange(first, stop), size)
     row, column = np.divmod(place, width)
     out[0] = times[frame] if isinstance(times, np.ndarray) else times

@@ -138,8 +138,8 @@ class Draft:
             refuse_inside_item(parent, parent, "nothing can be generated there")
         self._parent = parent
         self._start = parent.stop
-        self._role = checked_text(role, "role")
-        self._key = checked_text(key, "key")
+        self._role = role if type(role) is str and role.isascii() else checked_text(role, "role")
+        self._key = key if type(key) is str and key.isascii() else checked_text(key, "key")
         self._metadata = metadata
         self._max_tokens = max_tokens
         self._host = host
@@ -154,7 +154,8 @@ class Draft:
         # Its tokens have positions in both modes; as replayed they can stand further on than as decoded.
         first = max(state.max_position + 1, (state if replayed is None else replayed.state).next_position)
         self._first = first
-        self._room = math.ceil(scheme.max_position_limit - first)
+        room = scheme.max_position_limit - first
+        self._room = room if type(room) is int else math.ceil(room)
         if max_tokens is not None:
             self._room = min(self._room, max_tokens - parent.stop)
         self._planned = scheme.decode_room(state)

@@ -24,7 +24,7 @@ from functools import partial
 from sys import getsizeof
 from types import TracebackType
 from typing import Any, Final, Protocol, TypeVar
-from weakref import WeakSet, ref
+from weakref import ref
 
 from numpy.typing import ArrayLike
 from pyrsistent import PMap
@@ -40,7 +40,7 @@ from sessiontree.errors import (
     Unsupported,
 )
 from sessiontree.events import Batch, Feed
-from sessiontree.frozen import checked_text, freeze_metadata
+from sessiontree.frozen import EMPTY_METADATA, checked_text, freeze_metadata
 from sessiontree.handover import Parcel, packed, unpacked
 from sessiontree.heads import Head, HeadNodes
 from sessiontree.index import NodeIndex
@@ -138,7 +138,7 @@ class Session:
         self._lock = new_lock()
         self._closed = False
         self._generations = 0  # how many keys it has made
-        self._open_drafts: WeakSet[Draft] = WeakSet()
+        self._open_drafts: set[ref[Draft]] = set()  # and those that are closed, as long as they live
         self._brought: set[str] = set()  # keys of drafts that came from elsewhere
         self._pins: dict[bytes, int] = {}  # ids of the pinned nodes
         self._dropped = False  # whether nodes ever were, so that one that was found before may be gone
@@ -324,9 +324,10 @@ class Session:
 
         Keys of its own are counted, not drawn: ranks that apply the same operations get the same ids.
         """
-        frozen = freeze_metadata(metadata)
+        frozen = EMPTY_METADATA if metadata is None else freeze_metadata(metadata)
         with self._lock:
-            self._check_open()
+            if self._closed:
+                self._check_open()
             node = self._tree._resolve(parent)
             draft = Draft(
                 node,
@@ -342,7 +343,7 @@ class Session:
         return draft
 
     def _have_open(self, draft: Draft) -> None:
-        self._open_drafts.add(draft)
+        self._open_drafts.add(ref(draft, self._open_drafts.discard))
         if (meter := self._feed.meter) is not None:
             meter.opened_draft()
 
@@ -576,13 +577,15 @@ class Session:
             return self._swap_durably(self._store._journal, operation)
         with self._lock:
             while True:
-                self._check_open()
+                if self._closed:
+                    self._check_open()
                 before = self._tree
                 after, result = operation(before)
                 if self._turn(before, after):
                     self._touch()
                     break
-        self._feed.pass_on()
+        if self._feed.wanted:
+            self._feed.pass_on()
         return result
 
     def _turn(self, before: SessionTree, after: SessionTree, gone: Iterable[bytes] = (), tell: Tell = news.changed) -> bool:
@@ -1116,8 +1119,8 @@ class Session:
         """Those that are open."""
         while True:
             try:
-                return [draft for draft in self._open_drafts if not draft.closed]
-            except RuntimeError:  # a signal handler has opened one meanwhile
+                return [draft for each in self._open_drafts if (draft := each()) is not None and draft._how_closed is None]
+            except RuntimeError:  # a signal handler has opened one meanwhile, or another thread
                 continue
 
     def _repr_html_(self) -> str:

@@ -33,7 +33,7 @@ from sessiontree.errors import (
 )
 from sessiontree.features import FeatureStore
 from sessiontree.frozen import Sealed, checked_text, freeze_metadata, no_subclasses, seal
-from sessiontree.heads import Head, handed_head
+from sessiontree.heads import Head, handed_head, new_head
 from sessiontree.index import Limits, NodeIndex, slot_of
 from sessiontree.media import MediaItem, placements
 from sessiontree.node import Lineage, Namespace, Node, make_child, make_root
@@ -341,11 +341,13 @@ class SessionTree(Sealed):
         there, else HeadMoved, whose ``actual`` is the Head that is. Raises UnknownNode.
         """
         name = self._check_head(name, expected)
-        head = Head(self._resolve(node), self._moves + 1)
-        return self._with_heads(self._heads.set(name, head), head.version), head
+        moves = self._moves + 1
+        head = new_head(self._resolve(node), moves)
+        return self._with_heads(self._heads.set(name, head), moves), head
 
     def _check_head(self, name: str, expected: Head | Node | bytes | None) -> str:
-        name = checked_text(name, "a head's name")
+        if type(name) is not str or not name.isascii():
+            name = checked_text(name, "a head's name")
         if expected is UNSET:
             return name
         actual = self._head(name)

@@ -84,7 +84,7 @@ def plan_turn(
     differs = None if replayed is None or replayed == placed else TurnPositions(*replayed)
     if items:
         items = in_token_order(items)
-        head = content_prefix(origin, role, key, tuple(item.fields() for item in items), table)
+        head = content_prefix(origin, role, key, tuple([item.fields() for item in items]), table)
     else:
         head = content_prefix(origin, role, key, (), table)
     return _turn((node_id(parent.id, head, data), data, items, origin, role, key, runs, state, differs))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -71,12 +72,16 @@ class GridRun(NamedTuple):
         return self._replace(length=stop - first, time=self.time + frame * self.time_step, skip=skip)
 
     def write(self, first: int, stop: int, out: NDArray[Any]) -> None:
-        first, stop = self.skip + first, self.skip + stop
-        size = self.height * self.width
+        _, base, time, _, height, width, skip = self
+        size = height * width
+        if time == base and not skip and stop - first == size <= _MOST_OF_IMAGE:  # an image, whole
+            out[:] = _image_table(height, width) + base
+            return
+        first, stop = skip + first, skip + stop
         frame = first // size
-        time = self.time + frame * self.time_step
+        time += frame * self.time_step
         times = time + counted(-(-stop // size) - frame) * self.time_step if self.time_step else time
-        _write_grid(first - frame * size, stop - frame * size, self.height, self.width, times, self.base, out)
+        _write_grid(first - frame * size, stop - frame * size, height, width, times, base, out)
 
 
 class FrameRun(NamedTuple):
@@ -271,27 +276,27 @@ def write(pieces: Sequence[Piece], out: NDArray[Any]) -> None:
     Text is written by one stroke for all, then everything else over it.
     """
     texts: list[Any] = []  # (column where it begins, base, what to add to the column's index before the base)
-    others: list[tuple[int, Any, int, int]] = []
+    others: list[tuple[int, int, int, Any]] = []  # (columns where it begins and ends, where it would begin unclipped, run)
     whole = True  # all text stands at whole numbers
     for at, runs, start, stop in pieces:
+        begin, last = at - start, at + stop - start  # of the node, unclipped, and of the piece
         if isinstance(runs, int):
-            texts.append((at, 0, runs + start - at))
+            texts.append((at, 0, runs - begin))
             continue
-        begin = 0  # of a run, in tokens of the node
         for kind, length, *fields in msgpack.unpackb(runs):
-            first, last = max(start - begin, 0), min(stop - begin, length)
-            if first < last:
-                column = at + begin + first - start
+            end = begin + length
+            if length and end > at:
+                column = begin if begin > at else at
                 if kind == _TEXT:
-                    texts.append((column, 0, fields[0] + first - column))
+                    texts.append((column, 0, fields[0] - begin))
                 elif kind == _FLOAT_TEXT:
                     whole = False
-                    texts.append((column, fields[0], fields[1] + first - column))
+                    texts.append((column, fields[0], fields[1] - begin))
                 else:
-                    others.append((column, _KINDS[kind](length, *fields), first, last))
-            begin += length
-            if begin >= stop:
+                    others.append((column, min(end, last), begin, _KINDS[kind](length, *fields)))
+            if end >= last:
                 break
+            begin = end
     if whole and len(texts) <= _FEW:
         stop = out.shape[1]
         for column, _, shift in reversed(texts):
@@ -305,8 +310,8 @@ def write(pieces: Sequence[Piece], out: NDArray[Any]) -> None:
         if any(bases):
             places = places.astype(np.float32) + np.repeat(np.array(bases, np.float32), lengths)
         out[:, first:] = places
-    for column, run, begin, end in others:
-        run.write(begin, end, out[:, column : column + end - begin])
+    for column, end, begin, run in others:
+        run.write(column - begin, end - begin, out[:, column:end])
 
 
 def parts(runs: Iterable[Any], first: int, stop: int) -> list[Any]:
@@ -438,6 +443,17 @@ def _write_grid(first: int, stop: int, height: int, width: int, times: Any, base
     out[1], out[2] = row.astype(number) + number(base), column.astype(number) + number(base)
 
 
+@lru_cache(32)
+def _image_table(height: int, width: int) -> NDArray[np.int64]:
+    """Where the tokens of an image stand from its corner: (3, height * width), for reading alone."""
+    table = np.zeros((3, height, width), np.int64)
+    table[1] = np.arange(height)[:, None]
+    table[2] = np.arange(width)
+    table = table.reshape(3, -1)
+    table.setflags(write=False)
+    return table
+
+
 def counted(stop: int, start: int = 0) -> NDArray[np.int64]:
     """start, start + 1, ..., stop - 1, none below 0; a read-only view of numbers that are kept, as far as they are."""
     known = _numbers[0]
@@ -452,4 +468,5 @@ def counted(stop: int, start: int = 0) -> NDArray[np.int64]:
 
 _FEW: Final = 4  # runs of text that are written one by one: many are written together
 _MOST_KEPT: Final = 2**20
+_MOST_OF_IMAGE: Final = 4096  # tokens, of one whose table is kept
 _numbers = [np.arange(0)]

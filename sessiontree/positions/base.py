@@ -461,7 +461,7 @@ class PositionScheme(Sealed):
         frames, height, width = self.merged_grid(item)
         if frames != 1 or length != height * width:
             return None
-        before, base, top, _, _ = state
+        before, base, top = state.num_tokens, int(state.next_position), state.max_position
         corner = base + start
         behind = corner + self.advance(0, height, width)
         after = behind + count - stop

@@ -74,7 +74,7 @@ class GridRun(NamedTuple):
     def write(self, first: int, stop: int, out: NDArray[Any]) -> None:
         _, base, time, _, height, width, skip = self
         size = height * width
-        if time == base and not skip and stop - first == size <= _MOST_OF_IMAGE:  # an image, whole
+        if time == base and not (first or skip) and stop == size <= _MOST_OF_IMAGE:  # an image, whole
             out[:] = _image_table(height, width) + base
             return
         first, stop = skip + first, skip + stop
@@ -221,7 +221,7 @@ def packed(runs: Sequence[Run]) -> Runs:
 
 
 def image_runs(base: int, start: int, height: int, width: int, behind: int, count: int) -> Runs:
-    """Packed runs of text from ``base`` on, an image behind its first ``start`` tokens, and ``count`` of text from ``behind`` on."""
+    """Packed runs: ``start`` tokens of text from ``base`` on, an image, and ``count`` of text from ``behind`` on."""
     corner = base + start
     runs: list[tuple[int, ...]] = [(_GRID, height * width, corner, corner, 0, height, width, 0)]
     if start:
@@ -446,10 +446,8 @@ def _write_grid(first: int, stop: int, height: int, width: int, times: Any, base
 @lru_cache(32)
 def _image_table(height: int, width: int) -> NDArray[np.int64]:
     """Where the tokens of an image stand from its corner: (3, height * width), for reading alone."""
-    table = np.zeros((3, height, width), np.int64)
-    table[1] = np.arange(height)[:, None]
-    table[2] = np.arange(width)
-    table = table.reshape(3, -1)
+    table = np.empty((3, height * width), np.int64)
+    _write_grid(0, height * width, height, width, 0, 0, table)
     table.setflags(write=False)
     return table
 

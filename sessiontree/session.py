@@ -509,28 +509,29 @@ class Session:
         return node
 
     def _attach_on_disk(self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int) -> Node:
-        if not journal.waits:
-            node = self._attach_at_rest(journal, parent, turn, details, reserved)
-            if node is not None:
-                if self._feed.wanted:
-                    self._feed.pass_on()
-                journal.relieve()
-                return node
-        return self._swap_durably(journal, partial(self._attached, parent, turn, details, reserved))
+        if journal.waits:
+            check_may_wait(journal)
+        made = self._attach_at_rest(journal, parent, turn, details, reserved)
+        if made is None:
+            return self._swap_durably(journal, partial(self._attached, parent, turn, details, reserved))
+        self._see_through(journal, made[1])
+        return made[0]
 
     def _attached(self, parent: Node, turn: Turn, details: Details, reserved: int, tree: SessionTree) -> tuple[SessionTree, Node]:
         self._check_there(tree, parent)
         return tree._attach_alone(parent, turn, details, None, reserved, True)
 
-    def _attach_at_rest(self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int) -> Node | None:
-        """As :meth:`_swap_durably`, without its calls, where the disk is not waited for.
+    def _attach_at_rest(
+        self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int
+    ) -> tuple[Node, int] | None:
+        """As :meth:`_swap_durably`, without its calls, up to the number to wait for.
 
         None where that is not enough: it finds the node, if it made one, and tells of it.
         """
         told = self._told
         with self._lock:
             before = self._written
-            if self._closed or self._doubtful:
+            if self._closed or self._doubtful or self._unsettled:
                 return None
             if self._dropped:
                 self._check_there(before, parent)
@@ -546,16 +547,28 @@ class Session:
             except SessionTreeError:  # as there
                 self._written = told[0]
                 raise
+            if journal.waits:
+                self._unsettled.append((waiting, after))
             if told[0] is before:  # else what came in between has told of more
                 told[0] = after
             self._waiting = max(self._waiting, waiting)
             self._touch()
+            if not journal.waits:  # else nobody sees it yet
+                if self._feed.wanted:
+                    while not self._turn(self._tree, self._written):
+                        pass
+                else:  # from here to the next line nothing comes in between
+                    self._tree = self._written
+            return node, waiting
+
+    def _see_through(self, journal: Journal, waiting: int) -> None:
+        """Wait for what was told of and show it, or else see that the disk keeps up; no lock is held."""
+        if journal.waits:
+            journal.wait(waiting, partial(self._settle_alone, journal))
+        else:
             if self._feed.wanted:
-                while not self._turn(self._tree, self._written):
-                    pass
-            else:  # from here to the next line nothing comes in between
-                self._tree = self._written
-            return node
+                self._feed.pass_on()
+            journal.relieve()
 
     def _check_there(self, tree: SessionTree, parent: Node) -> None:
         """A node that was found before the lock was taken may have been dropped since. Raises UnknownNode."""
@@ -659,12 +672,8 @@ class Session:
                 finally:
                     del refused  # which holds this frame
             return self._swap_durably(journal, operation)
-        if not journal.waits:
-            self._feed.pass_on()
-            journal.relieve()
-            return result
         try:
-            journal.wait(waiting, partial(self._settle_alone, journal))
+            self._see_through(journal, waiting)
         finally:
             self._feed.pass_on()
         return result

@@ -132,20 +132,6 @@ def writable_bytes(size: int) -> tuple[bytes, memoryview]:
     return buffer, memoryview(memory)
 
 
-_COPIED: Final = 2**16  # bytes, up to which a copy costs less than memory that can be written in place
-
-
-def frozen_filled(shape: tuple[int, ...], dtype: np.dtype[Any], fill: Callable[[NDArray[Any]], object]) -> NDArray[Any]:
-    """A read-only array over a ``bytes`` object of its own. ``fill``: writes all of it, given an array of that shape and type."""
-    if 1 < math.prod(shape) * dtype.itemsize <= _COPIED:  # Python has one object for each single byte
-        scratch = np.empty(shape, dtype)
-        fill(scratch)
-        return np.ndarray(shape, dtype, scratch.tobytes())
-    array, pen = frozen_empty(shape, dtype)
-    fill(pen)
-    return array
-
-
 def frozen_empty(shape: tuple[int, ...], dtype: Any) -> tuple[NDArray[Any], NDArray[Any]]:
     """A read-only array of zeros over a ``bytes`` object of its own, and the one array through which it can be written."""
     number = np.dtype(dtype)

@@ -21,11 +21,11 @@ from sessiontree.details import NO_DETAILS, Details, Link, TailPolicy, with_open
 from sessiontree.digest import root_id
 from sessiontree.errors import MediaSpanError, OutOfRange, PositionError
 from sessiontree.features import FeatureStore
-from sessiontree.frozen import Sealed, checked_text, frozen_filled, handed_out, no_subclasses, seal
+from sessiontree.frozen import Sealed, checked_text, frozen_empty, handed_out, no_subclasses, seal
 from sessiontree.media import MediaItem
 from sessiontree.positions import MODES, Mode, PositionScheme, PositionState
 from sessiontree.positions.base import OpenBlock
-from sessiontree.positions.runs import Piece, Runs, spelled_out, write
+from sessiontree.positions.runs import INT64, Piece, Runs, plain_table, spelled_out, write
 from sessiontree.spans import Placeholders, common_placeholders, join_placeholders
 from sessiontree.tokens import INT32, Extent, Position, in_range, window
 
@@ -498,11 +498,16 @@ def deepest_to(node: Node, length: int) -> Node:
         up = jump if jump[0] is not None and jump[0].stop > length else above
 
 
-def positions_table(scheme: PositionScheme, count: int, pieces: list[Piece], out: Any) -> NDArray[Any]:
+def positions_table(scheme: PositionScheme, count: int, pieces: list[Piece], out: NDArray[Any] | None) -> NDArray[Any]:
     """What covers ``count`` tokens, written out: a read-only table, or ``out``. Raises TypeError, PositionError."""
     shape = scheme.num_axes, count
     if out is None:
-        return frozen_filled(shape, scheme.dtype, partial(write, pieces))
+        data = plain_table(pieces, shape[0]) if scheme.dtype is INT64 else None
+        if data is not None:
+            return np.ndarray(shape, INT64, data)
+        table, pen = frozen_empty(shape, scheme.dtype)
+        write(pieces, pen)
+        return table
     if type(out) not in (np.ndarray, np.memmap):
         raise TypeError(f"out is a plain array, not {type(out).__name__}")
     if out.shape != shape or out.dtype != scheme.dtype or not out.flags.writeable:
@@ -513,8 +518,7 @@ def positions_table(scheme: PositionScheme, count: int, pieces: list[Piece], out
             limit=shape,
         )
     write(pieces, out)
-    table: NDArray[Any] = out
-    return table
+    return out
 
 
 def position_pieces(node: Node, start: int, stop: int, mode: Mode) -> list[Piece]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Final, NamedTuple
 
 import msgpack
@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sessiontree.digest import pack
+
+INT64: Final = np.dtype(np.int64)
 
 
 class TextRun(NamedTuple):
@@ -72,16 +74,12 @@ class GridRun(NamedTuple):
         return self._replace(length=stop - first, time=self.time + frame * self.time_step, skip=skip)
 
     def write(self, first: int, stop: int, out: NDArray[Any]) -> None:
-        _, base, time, _, height, width, skip = self
-        size = height * width
-        if time == base and not (first or skip) and stop == size <= _MOST_OF_IMAGE:  # an image, whole
-            out[:] = _image_table(height, width) + base
-            return
-        first, stop = skip + first, skip + stop
+        first, stop = self.skip + first, self.skip + stop
+        size = self.height * self.width
         frame = first // size
-        time += frame * self.time_step
+        time = self.time + frame * self.time_step
         times = time + counted(-(-stop // size) - frame) * self.time_step if self.time_step else time
-        _write_grid(first - frame * size, stop - frame * size, height, width, times, base, out)
+        _write_grid(first - frame * size, stop - frame * size, self.height, self.width, times, self.base, out)
 
 
 class FrameRun(NamedTuple):
@@ -276,27 +274,27 @@ def write(pieces: Sequence[Piece], out: NDArray[Any]) -> None:
     Text is written by one stroke for all, then everything else over it.
     """
     texts: list[Any] = []  # (column where it begins, base, what to add to the column's index before the base)
-    others: list[tuple[int, int, int, Any]] = []  # (columns where it begins and ends, where it would begin unclipped, run)
+    others: list[tuple[int, Any, int, int]] = []
     whole = True  # all text stands at whole numbers
     for at, runs, start, stop in pieces:
-        begin, last = at - start, at + stop - start  # of the node, unclipped, and of the piece
         if isinstance(runs, int):
-            texts.append((at, 0, runs - begin))
+            texts.append((at, 0, runs + start - at))
             continue
+        begin = 0  # of a run, in tokens of the node
         for kind, length, *fields in msgpack.unpackb(runs):
-            end = begin + length
-            if length and end > at:
-                column = begin if begin > at else at
+            first, last = max(start - begin, 0), min(stop - begin, length)
+            if first < last:
+                column = at + begin + first - start
                 if kind == _TEXT:
-                    texts.append((column, 0, fields[0] - begin))
+                    texts.append((column, 0, fields[0] + first - column))
                 elif kind == _FLOAT_TEXT:
                     whole = False
-                    texts.append((column, fields[0], fields[1] - begin))
+                    texts.append((column, fields[0], fields[1] + first - column))
                 else:
-                    others.append((column, min(end, last), begin, _KINDS[kind](length, *fields)))
-            if end >= last:
+                    others.append((column, _KINDS[kind](length, *fields), first, last))
+            begin += length
+            if begin >= stop:
                 break
-            begin = end
     if whole and len(texts) <= _FEW:
         stop = out.shape[1]
         for column, _, shift in reversed(texts):
@@ -310,8 +308,44 @@ def write(pieces: Sequence[Piece], out: NDArray[Any]) -> None:
         if any(bases):
             places = places.astype(np.float32) + np.repeat(np.array(bases, np.float32), lengths)
         out[:, first:] = places
-    for column, end, begin, run in others:
-        run.write(column - begin, end - begin, out[:, column:end])
+    for column, run, begin, end in others:
+        run.write(begin, end, out[:, column : column + end - begin])
+
+
+def plain_table(pieces: Sequence[Piece], num_axes: int) -> bytes | None:
+    """What :func:`write` writes, as int64 bytes, where it is few pieces of text at whole numbers and of whole images; else None.
+
+    Rows are put together from numbers that are kept: most turns need no more.
+    """
+    if len(pieces) > _FEW:
+        return None
+    rows: list[list[Any]] = [[] for _ in range(num_axes)]
+    for _, runs, start, stop in pieces:
+        if isinstance(runs, int):
+            text = counted(runs + stop, runs + start)
+            for row in rows:
+                row.append(text)
+            continue
+        begin = 0  # of a run, in tokens of the node
+        for kind, length, base, *fields in msgpack.unpackb(runs):
+            end = begin + length
+            if end > start:
+                if kind == _TEXT:
+                    text = counted(base + min(stop, end) - begin, base + max(start - begin, 0))
+                    for row in rows:
+                        row.append(text)
+                elif kind == _GRID and start <= begin and end <= stop and num_axes == 3:
+                    time, _, height, width, skip = fields
+                    if time != base or skip or length != height * width or length > _MOST_OF_IMAGE:
+                        return None
+                    for row, axis in zip(rows, _image_table(height, width) + base, strict=True):
+                        row.append(axis)
+                else:
+                    return None
+            if end >= stop:
+                break
+            begin = end
+    return b"".join(chain.from_iterable(rows))
 
 
 def parts(runs: Iterable[Any], first: int, stop: int) -> list[Any]:
@@ -426,17 +460,17 @@ def _farthest(last: int, height: int, width: int) -> tuple[int, int]:
 def _write_grid(first: int, stop: int, height: int, width: int, times: Any, base: int | float, out: NDArray[Any]) -> None:
     """Tokens ``[first, stop)`` of frames that stand at ``times``, or all at one."""
     size = height * width
+    number = _number(base)
     if (stop - first) % size == 0 == first:  # whole frames
         frames = out.reshape(3, -1, height, width)
         frames[0] = times[:, None, None] if isinstance(times, np.ndarray) else times
         if isinstance(base, float):
-            frames[1] = counted(height).astype(np.float32)[:, None] + np.float32(base)
-            frames[2] = counted(width).astype(np.float32) + np.float32(base)
+            frames[1] = counted(height).astype(number)[:, None] + number(base)
+            frames[2] = counted(width).astype(number) + number(base)
         else:
             frames[1] = counted(base + height, base)[:, None]
             frames[2] = counted(base + width, base)
         return
-    number = _number(base)
     frame, place = np.divmod(np.arange(first, stop), size)
     row, column = np.divmod(place, width)
     out[0] = times[frame] if isinstance(times, np.ndarray) else times

@@ -38,7 +38,6 @@ from sessiontree import (
     memory,
     stored,
 )
-from sessiontree.memory import node_bytes
 from tests.disk import Disk, Fault
 from tests.disk_model import open_on
 from tests.test_segment_log import Interrupt
@@ -199,7 +198,7 @@ def test_how_most_generations_end_is_counted_for_none_of_them() -> None:
 
     usual, again, other = ended("stop"), ended("stop"), ended("interrupted")
     assert usual._details is again._details is not other._details
-    assert node_bytes(other) - node_bytes(usual) >= sys.getsizeof(other._details)
+    assert memory.node_bytes(other) - memory.node_bytes(usual) >= sys.getsizeof(other._details)
 
 
 def test_the_path_of_a_fork_is_counted_when_its_session_is_gone() -> None:

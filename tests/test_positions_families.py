@@ -1145,8 +1145,9 @@ def test_a_turn_with_one_image_is_planned_as_any_turn_with_media(name: str, data
     begun = positions_of.initial_state()
     state = begun._replace(num_tokens=top + 1, max_position=top, next_position=type(begun.next_position)(following))
     modality = data.draw(st.sampled_from(("image", "image", "image", "video", "audio")))
-    more = {"audio_feature_length": 4} if modality == "audio" else {}
-    part = data.draw(st.sampled_from(({}, {}, {}, {"unfinished": True}, {"placeholders_before": 1})))
+    more: dict[str, Any] = {"audio_feature_length": 4} if modality == "audio" else {}
+    parts: Any = ({}, {}, {}, {"unfinished": True}, {"placeholders_before": 1})
+    part = data.draw(st.sampled_from(parts))
     media = (item(1, modality, [(start, size)] if size else [], grid, **more, **part),)
     tokens = bytes(4 * max(start + size + behind - data.draw(st.sampled_from((0, 0, 1))), 0))
 

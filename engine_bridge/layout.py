@@ -93,6 +93,7 @@ class ExtendArea:
         "prefix_lens",
         "req_slots",
         "seq_lens",
+        "words",
         "words_pen",
     )
 
@@ -102,6 +103,7 @@ class ExtendArea:
         self.num_kinds = 0
         self.header = words[:HEADER]
         self.words_pen = bytes_of(words)
+        self.words = self.words_pen.cast("i")
         self.cu_seqlens_q = words[layout.cu_seqlens_q :][: requests + 1]
         self.seq_lens = words[layout.seq_lens :][:requests]
         self.prefix_lens = words[layout.prefix_lens :][:requests]

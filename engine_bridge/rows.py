@@ -8,6 +8,7 @@ else goes run by run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -76,6 +77,9 @@ class Gathered(NamedTuple):
     rows: list[Row] | None
     payload: list[NDArray[np.int32]]
     spans: list[BatchSpan]
+
+
+_gathered = partial(tuple.__new__, Gathered)  # as Gathered(...), without a Python call
 
 
 def windows(nodes: Sequence[Any], start: Any, stop: Any) -> tuple[list[int], list[int]]:
@@ -156,11 +160,11 @@ def gather(
             _check_window(node, first, last, nodes, starts, stops, max_tokens, end)
             place = end
             bases.append(0)
-        if max(bases, default=0) + place // 4 > _MOST:
+        if bases and max(bases) + place // 4 > _MOST:
             for node in nodes:
                 check_limit(node.scheme)
         if not special:
-            return Gathered(place // 4, deltas, bases, None, [], [])
+            return _gathered((place // 4, deltas, bases, None, [], []))
     else:
         for node, first, last in zip(nodes, starts, stops, strict=True):
             place += (last - first) * 4

@@ -208,15 +208,23 @@ class InputStager:
         if count > used_requests:
             area.num_requests = count
         cu = area.cu_seqlens_q
-        pack(pen, layout.seq_lens * WORD_BYTES, *stops)
-        pack(pen, layout.prefix_lens * WORD_BYTES, *starts)
-        ends = cu[1 : count + 1]
-        np.subtract(area.seq_lens[:count], area.prefix_lens[:count], out=ends)
-        np.add.accumulate(ends, out=ends)
-        cu[count + 1 :] = tokens
-        area.req_slots[:count] = counted(count) if slots is None else slots
-        np.subtract(ends, 1, out=area.logits_indices[:count])
-        area.deltas[:count] = 0
+        if count == 1:  # what is quick for many costs most of the time here
+            words = area.words
+            words[layout.prefix_lens], words[layout.seq_lens] = starts[0], stops[0]
+            cu[1:] = tokens
+            words[layout.req_slots] = 0 if slots is None else slots[0]
+            words[layout.logits_indices] = tokens - 1
+            words[layout.deltas] = 0
+        else:
+            pack(pen, layout.seq_lens * WORD_BYTES, *stops)
+            pack(pen, layout.prefix_lens * WORD_BYTES, *starts)
+            cu[count + 1 :] = tokens
+            ends = cu[1 : count + 1]
+            np.subtract(area.seq_lens[:count], area.prefix_lens[:count], out=ends)
+            np.add.accumulate(ends, out=ends)
+            area.req_slots[:count] = counted(count) if slots is None else slots
+            np.subtract(ends, 1, out=area.logits_indices[:count])
+            area.deltas[:count] = 0
         if found.deltas:
             deltas: list[int | float] = [0] * count
             for request, delta in found.deltas.items():
@@ -230,10 +238,14 @@ class InputStager:
         used = tokens
         if found.rows is None:
             rows = count
-            area.dst[: count + 1] = cu[: count + 1]
-            shifts = area.fields[0, :count]
-            pack(pen, layout.fields * WORD_BYTES, *found.bases)
-            shifts -= cu[:count]
+            if count == 1:
+                words = area.words
+                words[layout.dst], words[layout.dst + 1], words[layout.fields] = 0, tokens, found.bases[0]
+            else:
+                area.dst[: count + 1] = cu[: count + 1]
+                shifts = area.fields[0, :count]
+                pack(pen, layout.fields * WORD_BYTES, *found.bases)
+                shifts -= cu[:count]
             if used_kinds:
                 area.kind[:used_kinds] = 0
                 area.num_kinds = 0

@@ -311,8 +311,9 @@ def encode_turn(
     packed = None
     if details is not NO_DETAILS:
         metadata, finish_reason, tail_policy, links, _ = details
-        if metadata or finish_reason is not None or tail_policy is not None or links:
-            packed = (_packable(metadata) if metadata else None, finish_reason, tail_policy, links)
+        frozen = None if metadata is EMPTY_METADATA or not metadata else _packable(metadata)
+        if frozen is not None or finish_reason is not None or tail_policy is not None or links:
+            packed = frozen, finish_reason, tail_policy, links
     items = [_item_fields(item) for item in media] if media else ()
     by = _ORIGIN_NUMBERS[origin]
     if digest is None:

@@ -42,6 +42,8 @@ class Details(NamedTuple):
 
 
 NO_DETAILS: Final = Details()
+#: Of generations without metadata, by how nearly all of them end: one object each for all nodes.
+USUAL_DETAILS: Final = {reason: Details(EMPTY_METADATA, reason, "keep") for reason in ("stop", "length", "tool_calls")}
 
 
 class ToolCalls(NamedTuple):
@@ -76,7 +78,7 @@ def tool_calls(metadata: PMap[str, Any]) -> ToolCalls:
 def with_open_calls(before: Details, details: Details, depth: int) -> Details:
     """The details of a turn at ``depth``, behind one with those ``before``, with the calls that are open behind it."""
     calls = before.open_calls
-    if details.metadata:
+    if details.metadata is not EMPTY_METADATA:
         made, answered, _ = tool_calls(details.metadata)
         if answered is not None:
             calls = calls.discard(answered)

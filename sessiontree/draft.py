@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pyrsistent import PMap
 
-from sessiontree.details import TAIL_POLICIES, Details, TailPolicy
+from sessiontree.details import TAIL_POLICIES, USUAL_DETAILS, Details, TailPolicy
 from sessiontree.errors import (
     DraftClosed,
     FinishRefused,
@@ -30,13 +30,13 @@ from sessiontree.errors import (
     PositionLimitExceeded,
     Unsupported,
 )
-from sessiontree.frozen import checked_text, freeze_metadata, handed_out
+from sessiontree.frozen import EMPTY_METADATA, checked_text, freeze_metadata, handed_out
 from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
-from sessiontree.node import MediaSpan, Node, Origin, positions_array, positions_in, refuse_inside_item
+from sessiontree.node import MediaSpan, Node, Origin, positions_in, positions_table, refuse_inside_item
 from sessiontree.node import position_pieces as node_pieces
 from sessiontree.positions import Mode, PositionScheme, PositionState
-from sessiontree.positions.runs import Piece, write
+from sessiontree.positions.runs import Piece
 from sessiontree.tokens import (
     MAX_TOKEN_ID,
     TOKEN_BYTES,
@@ -50,7 +50,6 @@ from sessiontree.tokens import (
 from sessiontree.turns import Turn, plan_turn
 
 REFUSED_FINISH_REASONS: Final = frozenset({"abort", "error"})
-USUAL_FINISH_REASONS: Final = frozenset({"stop", "length", "tool_calls"})  # which need no look
 MAX_STATE_BYTES: Final = 2**20
 DRAFT_BYTES: Final = 700  # of a draft without tokens and states: measured
 
@@ -139,8 +138,8 @@ class Draft:
             refuse_inside_item(parent, parent, "nothing can be generated there")
         self._parent = parent
         self._start = parent.stop
-        self._role = checked_text(role, "role")
-        self._key = checked_text(key, "key")
+        self._role = role if type(role) is str and role.isascii() else checked_text(role, "role")
+        self._key = key if type(key) is str and key.isascii() else checked_text(key, "key")
         self._metadata = metadata
         self._max_tokens = max_tokens
         self._host = host
@@ -155,7 +154,8 @@ class Draft:
         # Its tokens have positions in both modes; as replayed they can stand further on than as decoded.
         first = max(state.max_position + 1, (state if replayed is None else replayed.state).next_position)
         self._first = first
-        self._room = math.ceil(scheme.max_position_limit - first)
+        room = scheme.max_position_limit - first
+        self._room = room if type(room) is int else math.ceil(room)
         if max_tokens is not None:
             self._room = min(self._room, max_tokens - parent.stop)
         self._planned = scheme.decode_room(state)
@@ -283,16 +283,20 @@ class Draft:
         """
         try:
             self._begin_end()
-            if type(finish_reason) is not str or finish_reason not in USUAL_FINISH_REASONS:
+            details = USUAL_DETAILS.get(finish_reason) if type(finish_reason) is str else None
+            if details is None:
                 finish_reason = checked_finish_reason(finish_reason)
             data = self._tokens.tobytes()
             if length is not None or tail_policy.__class__ is not str or tail_policy != "keep":
                 data, tail_policy = self._cut(data, length, tail_policy)
+                details = None
             parent = self._parent
             turn = plan_turn(parent._lineage.scheme, parent, data, (), "generated", self._role, self._key)
             frozen = self._metadata if metadata is None else freeze_metadata(metadata)
-            node = self._host._commit(parent, turn, Details(frozen, finish_reason, tail_policy))
-            self._close("committed")
+            if details is None or frozen is not EMPTY_METADATA:
+                details = Details(frozen, finish_reason, tail_policy)
+            node = self._host._commit(parent, turn, details)
+            self._host._close_draft(self, "committed")
         finally:
             self._ending = False
         return node
@@ -465,11 +469,7 @@ class Draft:
     ) -> NDArray[Any]:
         """Positions of path tokens ``[start, stop)``: (num_axes, stop - start), read-only. As for a node."""
         first, last = window(start, stop, self.stop)
-        positions, pen = positions_array(self.scheme, last - first, out)
-        pieces = position_pieces(self, first, last, mode)
-        if pieces:
-            write(pieces, pen)
-        return positions
+        return positions_table(self.scheme, last - first, position_pieces(self, first, last, mode), out)
 
     def media_spans(self, start: int = 0, stop: int | None = None) -> tuple[MediaSpan, ...]:
         """(item, start, stop) for each span of its path that meets the window, clipped to it. As for a node."""

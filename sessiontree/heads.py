@@ -33,7 +33,7 @@ class Head(Sealed):
     __init_subclass__ = no_subclasses
 
     def __new__(cls, node: Node, version: int, uncertain: bool = False) -> Head:
-        return _head(node, version, uncertain, None)
+        return new_head(node, version, uncertain)
 
     @property
     def node(self) -> Node:
@@ -85,7 +85,8 @@ _set_uncertain = _SET["uncertain"]
 _set_version = _SET["version"]
 
 
-def _head(node: Node | None, version: int, uncertain: bool, stored: StoredHead | None) -> Head:
+def new_head(node: Node | None, version: int, uncertain: bool = False, stored: StoredHead | None = None) -> Head:
+    """As ``Head(...)``, or one that lies on disk."""
     head: Head = object.__new__(Head)
     _set_node(head, node)
     _set_stored(head, stored)
@@ -96,7 +97,7 @@ def _head(node: Node | None, version: int, uncertain: bool, stored: StoredHead |
 
 def handed_head(head: Head | StoredHead) -> Head:
     """A head for callers: one that lies on disk keeps its node once that was read, which the tree's own does not."""
-    return head if isinstance(head, Head) else _head(None, head.version, head.uncertain, head)
+    return head if isinstance(head, Head) else new_head(None, head.version, head.uncertain, head)
 
 
 class HeadNodes(PMap[str, Node]):

@@ -89,29 +89,26 @@ class MediaItem(Sealed):
         unfinished: bool = False,
         extra: Mapping[str, Any] | None = None,
     ) -> MediaItem:
-        kind = checked_text(modality, "modality")
-        if kind not in MODALITIES:
-            raise Unsupported(f"modality {kind!r}; known are {', '.join(MODALITIES)}", modality=kind)
-        if not isinstance(identity, (bytes, bytearray)):
-            raise TypeError(f"an identity is {ID_BYTES} bytes, not {type(identity).__name__}")
-        digest = memoryview(identity).tobytes()
-        if len(digest) != ID_BYTES:
-            raise OutOfRange(f"an identity has {ID_BYTES} bytes, not {len(digest)}", value=len(digest), limit=ID_BYTES)
+        # What most items do not have takes no call.
+        kind = modality if type(modality) is str and modality in MODALITIES else _checked_modality(modality)
+        digest = identity if type(identity) is bytes and len(identity) == ID_BYTES else _checked_identity(identity)
         self = object.__new__(cls)
         _set_modality(self, kind)
         _set_identity(self, digest)
         _set_spans(self, _checked_spans(kind, digest, spans))
         _set_grid_thw(self, None if grid_thw is None else _checked_grid(grid_thw))
         _set_second_per_grid_ts(self, None if second_per_grid_ts is None else _checked_seconds(second_per_grid_ts))
-        _set_audio_feature_length(self, _checked_length(audio_feature_length))
+        _set_audio_feature_length(
+            self, None if audio_feature_length is None else _count(audio_feature_length, "audio_feature_length")
+        )
         _set_target_sizes(self, _checked_sizes(target_sizes))
         _set_placeholders_before(self, _count(placeholders_before, "placeholders_before"))
-        if not isinstance(unfinished, (bool, np.bool)):
+        if unfinished is not False and not isinstance(unfinished, (bool, np.bool)):
             raise TypeError(f"unfinished is a bool, not {type(unfinished).__name__}")
         _set_unfinished(self, bool(unfinished))
-        frozen = _frozen_extra(extra)
+        frozen = EMPTY_METADATA if extra is None else _frozen_extra(extra)
         _set_extra(self, frozen)
-        _set_extra_field(self, (pack(_canonical(frozen)),) if frozen else ())
+        _set_extra_field(self, (pack(_canonical(frozen)),) if frozen is not EMPTY_METADATA and frozen else ())
         return self
 
     __init_subclass__ = no_subclasses
@@ -340,9 +337,23 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
     return str(np.lib.format.dtype_to_descr(dtype)) if dtype.type is np.void else f"{dtype.str} {dtype.name}"
 
 
+def _checked_modality(modality: Any) -> str:
+    kind = checked_text(modality, "modality")
+    if kind not in MODALITIES:
+        raise Unsupported(f"modality {kind!r}; known are {', '.join(MODALITIES)}", modality=kind)
+    return kind
+
+
+def _checked_identity(identity: Any) -> bytes:
+    if not isinstance(identity, (bytes, bytearray)):
+        raise TypeError(f"an identity is {ID_BYTES} bytes, not {type(identity).__name__}")
+    digest = memoryview(identity).tobytes()
+    if len(digest) != ID_BYTES:
+        raise OutOfRange(f"an identity has {ID_BYTES} bytes, not {len(digest)}", value=len(digest), limit=ID_BYTES)
+    return digest
+
+
 def _frozen_extra(extra: Any) -> PMap[str, Any]:
-    if extra is None:
-        return EMPTY_METADATA
     if not isinstance(extra, Mapping):
         raise TypeError(f"extra is a mapping, not {type(extra).__name__}")
     frozen: PMap[str, Any] = freeze(extra, "extra")
@@ -405,10 +416,6 @@ def _checked_seconds(seconds: Any) -> float:
     if not (math.isfinite(value) and value >= 0):
         raise PositionError(f"second_per_grid_ts is {value}, not a time", value=value)
     return value + 0.0  # no negative zero: equal items, equal bytes
-
-
-def _checked_length(length: Any) -> int | None:
-    return None if length is None else _count(length, "audio_feature_length")
 
 
 def _count(value: Any, what: str) -> int:

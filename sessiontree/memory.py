@@ -17,7 +17,7 @@ from weakref import ref
 import numpy as np
 from pyrsistent import pmap
 
-from sessiontree.details import NO_DETAILS, Details
+from sessiontree.details import NO_DETAILS, USUAL_DETAILS, Details
 from sessiontree.frozen import EMPTY_METADATA
 from sessiontree.locks import new_lock
 from sessiontree.node import Lineage, Node
@@ -27,6 +27,7 @@ from sessiontree.tokens import TOKEN_BYTES, Extent, PathCache
 _SHARED: Final = (type, ModuleType, FunctionType, Node, Lineage, PositionScheme, Extent, PathCache)
 _KNOWN: Final[tuple[object, ...]] = (None, True, False, (), b"", "", EMPTY_METADATA, pmap(), NO_DETAILS, *NO_DETAILS)
 _SEEN: Final = frozenset(map(id, _KNOWN))
+_SHARED_DETAILS: Final = frozenset(map(id, (NO_DETAILS, *USUAL_DETAILS.values())))
 _SMALL: Final = 256  # ints up to here are the interpreter's own
 INT_BYTES: Final = getsizeof(2**20)
 _OWN_REFERENCES: Final = 4  # of a string that one map holds: its own, and those of whoever counts them
@@ -75,7 +76,7 @@ def node_bytes(node: Node) -> int:
         total += deep_bytes(node.media, node.runs, node.replayed, state.open_blocks, state.carried)
     elif node.runs > _SMALL:
         total += INT_BYTES
-    if details is not NO_DETAILS:
+    if id(details) not in _SHARED_DETAILS:
         parent = node.parent
         before = NO_DETAILS if parent is None else parent._details
         total += details_bytes(details, before)

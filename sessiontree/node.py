@@ -25,7 +25,7 @@ from sessiontree.frozen import Sealed, checked_text, frozen_empty, handed_out, n
 from sessiontree.media import MediaItem
 from sessiontree.positions import MODES, Mode, PositionScheme, PositionState
 from sessiontree.positions.base import OpenBlock
-from sessiontree.positions.runs import Piece, Runs, spelled_out, write
+from sessiontree.positions.runs import INT64, Piece, Runs, plain_table, spelled_out, write
 from sessiontree.spans import Placeholders, common_placeholders, join_placeholders
 from sessiontree.tokens import INT32, Extent, Position, in_range, window
 
@@ -274,9 +274,7 @@ class Node(Sealed):
         OutOfRange for the window, PositionError for the mode or another ``out``.
         """
         first, last = window(start, stop, self.stop)
-        positions, pen = positions_array(self.scheme, last - first, out)
-        write_positions(self, first, last, mode, pen)
-        return positions
+        return positions_table(self._lineage.scheme, last - first, position_pieces(self, first, last, mode), out)
 
     def media_spans(self, start: int = 0, stop: int | None = None) -> tuple[MediaSpan, ...]:
         """(item, start, stop) for each span that meets the window, in path order and coordinates, clipped to the window."""
@@ -410,6 +408,7 @@ def make_child(
 
 
 _up = partial(tuple.__new__, Up)  # as Up(...), without a Python call
+_piece = partial(tuple.__new__, Piece)
 
 
 def _block_above(node: Node) -> tuple[Node, ...]:
@@ -499,11 +498,16 @@ def deepest_to(node: Node, length: int) -> Node:
         up = jump if jump[0] is not None and jump[0].stop > length else above
 
 
-def positions_array(scheme: PositionScheme, count: int, out: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    """What a table of ``count`` tokens comes back as, and the array to write it into. Raises TypeError, PositionError."""
+def positions_table(scheme: PositionScheme, count: int, pieces: list[Piece], out: NDArray[Any] | None) -> NDArray[Any]:
+    """What covers ``count`` tokens, written out: a read-only table, or ``out``. Raises TypeError, PositionError."""
     shape = scheme.num_axes, count
     if out is None:
-        return frozen_empty(shape, scheme.dtype)
+        data = plain_table(pieces, shape[0]) if scheme.dtype is INT64 else None
+        if data is not None:
+            return np.ndarray(shape, INT64, data)
+        table, pen = frozen_empty(shape, scheme.dtype)
+        write(pieces, pen)
+        return table
     if type(out) not in (np.ndarray, np.memmap):
         raise TypeError(f"out is a plain array, not {type(out).__name__}")
     if out.shape != shape or out.dtype != scheme.dtype or not out.flags.writeable:
@@ -513,14 +517,8 @@ def positions_array(scheme: PositionScheme, count: int, out: Any) -> tuple[NDArr
             value=out.shape,
             limit=shape,
         )
-    return out, out
-
-
-def write_positions(node: Node, start: int, stop: int, mode: Mode, out: NDArray[Any]) -> None:
-    """Write the positions of path tokens ``[start, stop)`` into ``out``, (num_axes, stop - start)."""
-    pieces = position_pieces(node, start, stop, mode)
-    if pieces:
-        write(pieces, out)
+    write(pieces, out)
+    return out
 
 
 def position_pieces(node: Node, start: int, stop: int, mode: Mode) -> list[Piece]:
@@ -532,12 +530,13 @@ def position_pieces(node: Node, start: int, stop: int, mode: Mode) -> list[Piece
         return pieces
     at = deepest_from(node, stop - 1)
     while True:
-        begin, end = max(start, at.start), min(stop, at.stop)
+        own, end = at.start, min(stop, at.stop)
+        begin = max(start, own)
         if begin < end:
             replayed = at.replayed
             runs = at.runs if replayed is None or mode == "as_decoded" else replayed.runs
-            pieces.append(Piece(begin - start, runs, begin - at.start, end - at.start))
-        if at.start <= start:
+            pieces.append(_piece((begin - start, runs, begin - own, end - own)))
+        if own <= start:
             break
         at = _parent(at)
     pieces.reverse()

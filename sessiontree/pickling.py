@@ -13,8 +13,6 @@ import copyreg
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from pyrsistent import pmap
-
 from sessiontree.details import NO_DETAILS, Details
 from sessiontree.digest import content_prefix, node_id
 from sessiontree.edits import has_table
@@ -117,7 +115,7 @@ def _tree(
         if not -1 <= number < len(records):
             raise CorruptTree(f"head {name!r} is at record {number} of {len(records)}")
     named = {name: Head(nodes[number], version, uncertain) for name, (number, version, uncertain) in heads.items()}
-    return tree._with_heads(pmap(named), moves)
+    return tree._with_heads(named, moves)
 
 
 def _reduce_node(node: Node) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ from functools import partial
 from sys import getsizeof
 from types import TracebackType
 from typing import Any, Final, Protocol, TypeVar
-from weakref import WeakSet, ref
+from weakref import ref
 
 from numpy.typing import ArrayLike
 from pyrsistent import PMap
@@ -40,7 +40,7 @@ from sessiontree.errors import (
     Unsupported,
 )
 from sessiontree.events import Batch, Feed
-from sessiontree.frozen import checked_text, freeze_metadata
+from sessiontree.frozen import EMPTY_METADATA, checked_text, freeze_metadata
 from sessiontree.handover import Parcel, packed, unpacked
 from sessiontree.heads import Head, HeadNodes
 from sessiontree.index import NodeIndex
@@ -64,10 +64,9 @@ T = TypeVar("T")
 Tell = Callable[[str, int, SessionTree, SessionTree, frozenset[str], news.Drafts], Batch]
 
 #: What a session takes beside its nodes and what finds them: measured, as everything that is made with one.
-SESSION_BYTES: Final = 4_740
+SESSION_BYTES: Final = 4_140
 _ROOT_BYTES: Final = 1_200
-_HEADS_BYTES: Final = 1_500  # the map of its heads, and each of them
-_HEAD_BYTES: Final = 195
+_HEAD_BYTES: Final = 64
 
 
 class Home(Protocol):
@@ -138,7 +137,7 @@ class Session:
         self._lock = new_lock()
         self._closed = False
         self._generations = 0  # how many keys it has made
-        self._open_drafts: WeakSet[Draft] = WeakSet()
+        self._open_drafts: set[ref[Draft]] = set()  # and those that are closed, as long as they live
         self._brought: set[str] = set()  # keys of drafts that came from elsewhere
         self._pins: dict[bytes, int] = {}  # ids of the pinned nodes
         self._dropped = False  # whether nodes ever were, so that one that was found before may be gone
@@ -324,9 +323,10 @@ class Session:
 
         Keys of its own are counted, not drawn: ranks that apply the same operations get the same ids.
         """
-        frozen = freeze_metadata(metadata)
+        frozen = EMPTY_METADATA if metadata is None else freeze_metadata(metadata)
         with self._lock:
-            self._check_open()
+            if self._closed:
+                self._check_open()
             node = self._tree._resolve(parent)
             draft = Draft(
                 node,
@@ -342,7 +342,7 @@ class Session:
         return draft
 
     def _have_open(self, draft: Draft) -> None:
-        self._open_drafts.add(draft)
+        self._open_drafts.add(ref(draft, self._open_drafts.discard))
         if (meter := self._feed.meter) is not None:
             meter.opened_draft()
 
@@ -509,28 +509,29 @@ class Session:
         return node
 
     def _attach_on_disk(self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int) -> Node:
-        if not journal.waits:
-            node = self._attach_at_rest(journal, parent, turn, details, reserved)
-            if node is not None:
-                self._feed.pass_on()
-                journal.relieve()
-                return node
+        if journal.waits:
+            check_may_wait(journal)
+        made = self._attach_at_rest(journal, parent, turn, details, reserved)
+        if made is None:
+            return self._swap_durably(journal, partial(self._attached, parent, turn, details, reserved))
+        self._see_through(journal, made[1])
+        return made[0]
 
-        def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
-            self._check_there(tree, parent)
-            return tree._attach_alone(parent, turn, details, None, reserved, True)
+    def _attached(self, parent: Node, turn: Turn, details: Details, reserved: int, tree: SessionTree) -> tuple[SessionTree, Node]:
+        self._check_there(tree, parent)
+        return tree._attach_alone(parent, turn, details, None, reserved, True)
 
-        return self._swap_durably(journal, attach)
-
-    def _attach_at_rest(self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int) -> Node | None:
-        """As :meth:`_swap_durably`, without its calls, where the disk is not waited for.
+    def _attach_at_rest(
+        self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int
+    ) -> tuple[Node, int] | None:
+        """As :meth:`_swap_durably`, without its calls, up to the number to wait for.
 
         None where that is not enough: it finds the node, if it made one, and tells of it.
         """
         told = self._told
         with self._lock:
             before = self._written
-            if self._closed or self._doubtful:
+            if self._closed or self._doubtful or self._unsettled:
                 return None
             if self._dropped:
                 self._check_there(before, parent)
@@ -546,16 +547,28 @@ class Session:
             except SessionTreeError:  # as there
                 self._written = told[0]
                 raise
+            if journal.waits:
+                self._unsettled.append((waiting, after))
             if told[0] is before:  # else what came in between has told of more
                 told[0] = after
             self._waiting = max(self._waiting, waiting)
             self._touch()
+            if not journal.waits:  # else nobody sees it yet
+                if self._feed.wanted:
+                    while not self._turn(self._tree, self._written):
+                        pass
+                else:  # from here to the next line nothing comes in between
+                    self._tree = self._written
+            return node, waiting
+
+    def _see_through(self, journal: Journal, waiting: int) -> None:
+        """Wait for what was told of and show it, or else see that the disk keeps up; no lock is held."""
+        if journal.waits:
+            journal.wait(waiting, partial(self._settle_alone, journal))
+        else:
             if self._feed.wanted:
-                while not self._turn(self._tree, self._written):
-                    pass
-            else:  # from here to the next line nothing comes in between
-                self._tree = self._written
-            return node
+                self._feed.pass_on()
+            journal.relieve()
 
     def _check_there(self, tree: SessionTree, parent: Node) -> None:
         """A node that was found before the lock was taken may have been dropped since. Raises UnknownNode."""
@@ -573,13 +586,15 @@ class Session:
             return self._swap_durably(self._store._journal, operation)
         with self._lock:
             while True:
-                self._check_open()
+                if self._closed:
+                    self._check_open()
                 before = self._tree
                 after, result = operation(before)
                 if self._turn(before, after):
                     self._touch()
                     break
-        self._feed.pass_on()
+        if self._feed.wanted:
+            self._feed.pass_on()
         return result
 
     def _turn(self, before: SessionTree, after: SessionTree, gone: Iterable[bytes] = (), tell: Tell = news.changed) -> bool:
@@ -657,12 +672,8 @@ class Session:
                 finally:
                     del refused  # which holds this frame
             return self._swap_durably(journal, operation)
-        if not journal.waits:
-            self._feed.pass_on()
-            journal.relieve()
-            return result
         try:
-            journal.wait(waiting, partial(self._settle_alone, journal))
+            self._see_through(journal, waiting)
         finally:
             self._feed.pass_on()
         return result
@@ -1027,7 +1038,7 @@ class Session:
         heads = self._tree._heads
         total = SESSION_BYTES + getsizeof(self._id) + getsizeof(self._pins)
         if heads:
-            total += _HEADS_BYTES + sum(_HEAD_BYTES + getsizeof(name) for name in heads)
+            total += getsizeof(heads) + sum(_HEAD_BYTES + getsizeof(name) for name in heads)
         for tree in (self._written, self._tree):
             index: NodeIndex | None = tree._index
             while index is not None:
@@ -1113,8 +1124,8 @@ class Session:
         """Those that are open."""
         while True:
             try:
-                return [draft for draft in self._open_drafts if not draft.closed]
-            except RuntimeError:  # a signal handler has opened one meanwhile
+                return [draft for each in self._open_drafts if (draft := each()) is not None and draft._how_closed is None]
+            except RuntimeError:  # a signal handler has opened one meanwhile, or another thread
                 continue
 
     def _repr_html_(self) -> str:

@@ -33,7 +33,7 @@ from sessiontree.errors import (
 )
 from sessiontree.features import FeatureStore
 from sessiontree.frozen import Sealed, checked_text, freeze_metadata, no_subclasses, seal
-from sessiontree.heads import Head, handed_head
+from sessiontree.heads import Head, handed_head, new_head
 from sessiontree.index import Limits, NodeIndex, slot_of
 from sessiontree.media import MediaItem, placements
 from sessiontree.node import Lineage, Namespace, Node, make_child, make_root
@@ -71,7 +71,7 @@ class SessionTree(Sealed):
 
     _index: NodeIndex
     _count: int
-    _heads: PMap[str, Head | StoredHead]
+    _heads: Mapping[str, Head | StoredHead]  # copied for each move: a few names in a plain dict cost less than any other map
     _moves: int
     _writes: bool  # whether it may add to its index while it is the newest value of it
 
@@ -152,7 +152,10 @@ class SessionTree(Sealed):
         return index.find(node.id, self._count)
 
     def _has_key(self, parent: Node, key: str) -> bool:
-        return self._index.find_child(parent, b"", key, self._count) is not None
+        index = self._index
+        if not index.base_count and slot_of(parent, key) not in index.by_key:
+            return False
+        return index.find_child(parent, b"", key, self._count) is not None
 
     def children(self, node: Node | bytes) -> tuple[Node, ...]:
         """Children in commit order."""
@@ -341,11 +344,13 @@ class SessionTree(Sealed):
         there, else HeadMoved, whose ``actual`` is the Head that is. Raises UnknownNode.
         """
         name = self._check_head(name, expected)
-        head = Head(self._resolve(node), self._moves + 1)
-        return self._with_heads(self._heads.set(name, head), head.version), head
+        moves = self._moves + 1
+        head = new_head(self._resolve(node), moves)
+        return self._with_heads({**self._heads, name: head}, moves), head
 
     def _check_head(self, name: str, expected: Head | Node | bytes | None) -> str:
-        name = checked_text(name, "a head's name")
+        if type(name) is not str or not name.isascii():
+            name = checked_text(name, "a head's name")
         if expected is UNSET:
             return name
         actual = self._head(name)
@@ -365,9 +370,10 @@ class SessionTree(Sealed):
     def drop_head(self, name: str) -> SessionTree:
         """The tree without this head. Raises UnknownHead."""
         self.head(name)
-        return self._with_heads(self._heads.remove(name), self._moves + 1)
+        heads = {other: head for other, head in self._heads.items() if other != name}
+        return self._with_heads(heads, self._moves + 1)
 
-    def _with_heads(self, heads: PMap[str, Head | StoredHead], moves: int) -> SessionTree:
+    def _with_heads(self, heads: Mapping[str, Head | StoredHead], moves: int) -> SessionTree:
         return _value(self._index, self._count, heads, moves, self._writes)
 
     def drop(self, *nodes: Node | bytes) -> SessionTree:
@@ -427,7 +433,7 @@ class SessionTree(Sealed):
         index = NodeIndex(self.root, limits, tip=tip, tip_source=self._index)
         for node in beside:
             index.add(node)
-        return _value(index, index.count, pmap(), 0, True)
+        return _value(index, index.count, {}, 0, True)
 
     def linearize(self, results: Sequence[Node | bytes]) -> tuple[SessionTree, Node]:
         """One path through sibling turns, in the order given: (the tree with it, its last node).
@@ -560,7 +566,7 @@ def new_tree(lineage: Lineage, limits: Limits, paths: PathCache) -> SessionTree:
     index = NodeIndex(root, limits)
     extent.writer = index.writer
     index.add(root)
-    return _value(index, 1, pmap(), 0, True)
+    return _value(index, 1, {}, 0, True)
 
 
 def limits_of(max_tokens: int | None, reserve_output: int) -> Limits:
@@ -586,10 +592,10 @@ _set_writes = _SET["_writes"]
 
 def stored_tree(index: NodeIndex, count: int, heads: Mapping[str, StoredHead], moves: int) -> SessionTree:
     """The tree of a session that was opened again; ``index`` is its own to write to."""
-    return _value(index, count, pmap(heads), moves, True)
+    return _value(index, count, heads, moves, True)
 
 
-def _value(index: NodeIndex, count: int, heads: PMap[str, Head | StoredHead], moves: int, writes: bool) -> SessionTree:
+def _value(index: NodeIndex, count: int, heads: Mapping[str, Head | StoredHead], moves: int, writes: bool) -> SessionTree:
     tree: SessionTree = _new(SessionTree)
     _set_index(tree, index)
     _set_count(tree, count)

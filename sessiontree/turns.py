@@ -53,7 +53,7 @@ def plan_turn(
     """
     if type(role) is not str or not role.isascii():
         role = checked_text(role, "role")
-    if key is not None:
+    if key is not None and (type(key) is not str or not key.isascii()):
         key = checked_text(key, "key")
     before = parent.state
     otherwise = None if parent.replayed is None else parent.replayed.state  # where replaying leads to another state
@@ -84,7 +84,7 @@ def plan_turn(
     differs = None if replayed is None or replayed == placed else TurnPositions(*replayed)
     if items:
         items = in_token_order(items)
-        head = content_prefix(origin, role, key, tuple(item.fields() for item in items), table)
+        head = content_prefix(origin, role, key, tuple([item.fields() for item in items]), table)
     else:
         head = content_prefix(origin, role, key, (), table)
     return _turn((node_id(parent.id, head, data), data, items, origin, role, key, runs, state, differs))

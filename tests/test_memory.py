@@ -188,6 +188,19 @@ def test_counted_bytes_of_what_was_read_from_disk(tmp_path: Path, build: Callabl
                 assert store.usage().node_bytes - before < 0.02 * counted + 20_000
 
 
+def test_how_most_generations_end_is_counted_for_none_of_them() -> None:
+    session = SessionStore.in_memory().create("one", scheme="text@hf5")
+
+    def ended(finish_reason: str) -> Node:
+        draft = session.draft(session.root)
+        draft.extend(ids(8))
+        return draft.commit(finish_reason)
+
+    usual, again, other = ended("stop"), ended("stop"), ended("interrupted")
+    assert usual._details is again._details is not other._details
+    assert memory.node_bytes(other) - memory.node_bytes(usual) >= sys.getsizeof(other._details)
+
+
 def test_the_path_of_a_fork_is_counted_when_its_session_is_gone() -> None:
     store = SessionStore.in_memory()
     session = store.create("one", scheme="text@hf5")

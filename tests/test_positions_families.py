@@ -40,6 +40,7 @@ from sessiontree import (
     Unsupported,
 )
 from sessiontree.frozen import frozen_array
+from sessiontree.media import placements
 from sessiontree.positions import Mode, PositionScheme, PositionState, known_schemes, scheme
 from sessiontree.positions.base import OpenBlock
 from tests.histories import History, Turn, split, vectors
@@ -1130,6 +1131,34 @@ def test_the_limit_is_exact(name: str, number: int) -> None:
     assert caught.value.value >= limit - 1
     assert fingerprint(node) == before
     assert len(narrow.tree) == node.depth + 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from((*NAMES, "text@hf5")), st.data())
+def test_a_turn_with_one_image_is_planned_as_any_turn_with_media(name: str, data: st.DataObject) -> None:
+    """What most turns with media are has a way of its own: it says the same, of what it refuses too."""
+    count = st.integers(0, 12)
+    start, length, behind, top, following = (data.draw(count) for _ in range(5))
+    grid = data.draw(st.none() | st.tuples(st.integers(1, 2), st.integers(1, 4), st.integers(1, 4)))
+    size = data.draw(st.sampled_from((length, math.prod(grid or (0,)))))
+    positions_of = made(name, max_position_limit=data.draw(st.sampled_from((2**24, 20, 12))))
+    begun = positions_of.initial_state()
+    state = begun._replace(num_tokens=top + 1, max_position=top, next_position=type(begun.next_position)(following))
+    modality = data.draw(st.sampled_from(("image", "image", "image", "video", "audio")))
+    more: dict[str, Any] = {"audio_feature_length": 4} if modality == "audio" else {}
+    parts: Any = ({}, {}, {}, {"unfinished": True}, {"placeholders_before": 1})
+    part = data.draw(st.sampled_from(parts))
+    media = (item(1, modality, [(start, size)] if size else [], grid, **more, **part),)
+    tokens = bytes(4 * max(start + size + behind - data.draw(st.sampled_from((0, 0, 1))), 0))
+
+    def outcome(plan: Callable[[], object]) -> object:
+        try:
+            return plan()
+        except SessionTreeError as error:
+            return type(error), str(error)
+
+    general = outcome(lambda: positions_of._plan_blocks(state, tokens, placements(media, len(tokens) // 4)))
+    assert outcome(lambda: positions_of.plan(state, tokens, media)) == general
 
 
 def test_the_limit_is_on_what_comes_next_too() -> None:

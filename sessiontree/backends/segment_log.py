@@ -458,8 +458,7 @@ class SegmentLog:
 
     def relieve(self) -> None:
         """Where more is in line than MAX_BACKLOG, write until it is not. Raises nothing: the next ``enqueue`` does."""
-        me = get_ident()
-        while self._backlog > MAX_BACKLOG and self._written < self.enqueued and not self._refused and self._leader != me:
+        while self._backlog > MAX_BACKLOG and self._written < self.enqueued and not self._refused and not self.leading:
             try:
                 if not self._lead(self.enqueued, sync=False):
                     time.sleep(0.001)

@@ -28,7 +28,7 @@ from pyrsistent import PMap, pmap
 from sessiontree.errors import MediaSpanError, PositionError, PositionLimitExceeded, Unsupported
 from sessiontree.frozen import Sealed, checked_text, frozen_array, no_subclasses, seal
 from sessiontree.media import CONTENT_FIELDS, MediaItem, Placement, placements
-from sessiontree.positions.runs import ExternalRun, Piece, Runs, TextRun, grid_run, packed, write
+from sessiontree.positions.runs import ExternalRun, Piece, Runs, TextRun, grid_run, image_runs, packed, write
 from sessiontree.tokens import TOKEN_BYTES, Position, TokenIds, as_index, shown, token_bytes
 
 RULES: Final = ("hf5", "sglang", "vllm")
@@ -161,6 +161,7 @@ class PositionScheme(Sealed):
     carries: ClassVar[tuple[int, ...]] = (0,)  # how many numbers a state carries
     floats: ClassVar[bool] = False  # whether positions are computed in float32, whatever they are given out as
     usual_delta: ClassVar[bool] = True  # whether the delta is max_position + 1 - num_tokens
+    _usual_blocks: ClassVar[bool] = True  # whether text and blocks stand as this class places them
 
     __slots__ = ("_params", "max_position_limit", "name", "rule")
 
@@ -168,6 +169,9 @@ class PositionScheme(Sealed):
     rule: str
     _params: Mapping[str, Any]
     max_position_limit: int
+
+    def __init_subclass__(cls) -> None:
+        cls._usual_blocks = all(getattr(cls, name) is getattr(PositionScheme, name) for name in _PLACING)
 
     def __new__(cls, rule: str, params: Mapping[str, Any]) -> PositionScheme:
         if rule not in cls.rules:
@@ -271,6 +275,10 @@ class PositionScheme(Sealed):
         count = len(data) // TOKEN_BYTES
         before, base, top, open_blocks, carried = state
         if media or open_blocks or carried:
+            if self._usual_blocks and len(media) == 1 and not (open_blocks or carried):
+                planned = self._plan_image(state, count, media[0])
+                if planned is not None:
+                    return planned
             return self._plan_blocks(state, data, placements(media, count))
         if not count:
             return int(base), state
@@ -439,6 +447,29 @@ class PositionScheme(Sealed):
                 limit=self.max_position_limit,
             )
 
+    def _plan_image(self, state: PositionState, count: int, item: MediaItem) -> tuple[Runs, PositionState] | None:
+        """As :meth:`_plan_blocks`, where all media of a turn are one whole image, as most often; None where that is not plain."""
+        if type(item) is not MediaItem or item.modality != "image" or item.placeholders_before or item.unfinished:
+            return None
+        spans = item.spans
+        if len(spans) != 1:
+            return None
+        start, length = spans[0]
+        stop = start + length
+        if stop > count:
+            return None
+        frames, height, width = self.merged_grid(item)
+        if frames != 1 or length != height * width:
+            return None
+        before, base, top = state.num_tokens, int(state.next_position), state.max_position
+        corner = base + start
+        behind = corner + self.advance(0, height, width)
+        after = behind + count - stop
+        top = max(top, corner + max(height, width) - 1, after - 1 if stop < count else 0)
+        if not max(top, after - 1) < self.max_position_limit:
+            return None
+        return image_runs(base, start, height, width, behind, count - stop), _state((before + count, after, top, (), ()))
+
     def _plan_blocks(self, state: PositionState, data: bytes, placed: list[Placement]) -> tuple[Runs, PositionState]:
         count = len(data) // TOKEN_BYTES
         if state.open_blocks and count:
@@ -573,6 +604,8 @@ def _checked(key: str, value: Any) -> int | float | str | None:
 
 
 _SET_SCHEME = seal(PositionScheme)
+#: The methods by which a family places text and blocks otherwise.
+_PLACING: Final = ("text", "begin_block", "block_runs", "greatest", "end_block", "compact", "num_placeholders", "plan")
 
 
 def _check_count(

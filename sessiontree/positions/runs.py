@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from functools import lru_cache
+from itertools import chain, pairwise
 from typing import Any, Final, NamedTuple
 
 import msgpack
@@ -17,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sessiontree.digest import pack
+
+INT64: Final = np.dtype(np.int64)
 
 
 class TextRun(NamedTuple):
@@ -200,6 +203,7 @@ _KINDS: Final[tuple[type[Run], ...]] = (
 _NUMBERS: Final = {kind: number for number, kind in enumerate(_KINDS)}
 _TEXT: Final = _NUMBERS[TextRun]
 _FLOAT_TEXT: Final = _NUMBERS[FloatTextRun]
+_GRID: Final = _NUMBERS[GridRun]
 _EXTERNAL: Final = _NUMBERS[ExternalRun]
 
 #: How a node keeps its runs: a bare int where all of it is text that begins at that position, without any media; otherwise msgpack:
@@ -212,6 +216,17 @@ def packed(runs: Sequence[Run]) -> Runs:
     if len(runs) == 1 and type(runs[0]) is TextRun:
         return runs[0].base
     return pack([(_NUMBERS[type(run)], *run) for run in runs])
+
+
+def image_runs(base: int, start: int, height: int, width: int, behind: int, count: int) -> Runs:
+    """Packed runs: ``start`` tokens of text from ``base`` on, an image, and ``count`` of text from ``behind`` on."""
+    corner = base + start
+    runs: list[tuple[int, ...]] = [(_GRID, height * width, corner, corner, 0, height, width, 0)]
+    if start:
+        runs.insert(0, (_TEXT, start, base))
+    if count:
+        runs.append((_TEXT, count, behind))
+    return pack(runs)
 
 
 def spelled_out(runs: Runs, num_tokens: int) -> bytes:
@@ -295,6 +310,42 @@ def write(pieces: Sequence[Piece], out: NDArray[Any]) -> None:
         out[:, first:] = places
     for column, run, begin, end in others:
         run.write(begin, end, out[:, column : column + end - begin])
+
+
+def plain_table(pieces: Sequence[Piece], num_axes: int) -> bytes | None:
+    """What :func:`write` writes, as int64 bytes, where it is few pieces of text at whole numbers and of whole images; else None.
+
+    Rows are put together from numbers that are kept: most turns need no more.
+    """
+    if len(pieces) > _FEW:
+        return None
+    rows: list[list[Any]] = [[] for _ in range(num_axes)]
+    for _, runs, start, stop in pieces:
+        if isinstance(runs, int):
+            text = counted(runs + stop, runs + start)
+            for row in rows:
+                row.append(text)
+            continue
+        begin = 0  # of a run, in tokens of the node
+        for kind, length, base, *fields in msgpack.unpackb(runs):
+            end = begin + length
+            if end > start:
+                if kind == _TEXT:
+                    text = counted(base + min(stop, end) - begin, base + max(start - begin, 0))
+                    for row in rows:
+                        row.append(text)
+                elif kind == _GRID and start <= begin and end <= stop and num_axes == 3:
+                    time, _, height, width, skip = fields
+                    if time != base or skip or length != height * width or length > _MOST_OF_IMAGE:
+                        return None
+                    for row, axis in zip(rows, _image_table(height, width) + base, strict=True):
+                        row.append(axis)
+                else:
+                    return None
+            if end >= stop:
+                break
+            begin = end
+    return b"".join(chain.from_iterable(rows))
 
 
 def parts(runs: Iterable[Any], first: int, stop: int) -> list[Any]:
@@ -426,6 +477,15 @@ def _write_grid(first: int, stop: int, height: int, width: int, times: Any, base
     out[1], out[2] = row.astype(number) + number(base), column.astype(number) + number(base)
 
 
+@lru_cache(32)
+def _image_table(height: int, width: int) -> NDArray[np.int64]:
+    """Where the tokens of an image stand from its corner: (3, height * width), for reading alone."""
+    table = np.empty((3, height * width), np.int64)
+    _write_grid(0, height * width, height, width, 0, 0, table)
+    table.setflags(write=False)
+    return table
+
+
 def counted(stop: int, start: int = 0) -> NDArray[np.int64]:
     """start, start + 1, ..., stop - 1, none below 0; a read-only view of numbers that are kept, as far as they are."""
     known = _numbers[0]
@@ -440,4 +500,5 @@ def counted(stop: int, start: int = 0) -> NDArray[np.int64]:
 
 _FEW: Final = 4  # runs of text that are written one by one: many are written together
 _MOST_KEPT: Final = 2**20
+_MOST_OF_IMAGE: Final = 4096  # tokens, of one whose table is kept
 _numbers = [np.arange(0)]

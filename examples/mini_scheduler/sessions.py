@@ -139,7 +139,7 @@ class Sessions:
         async with self.using(session_store_id(tenant, session_id)) as live:
             node = await live.session.run(_forked_at, rid)
             forked = await self._store.fork(live.session, node, session_store_id(tenant, new_id))
-            await forked.run(_name_path, node.id, set(live.session.session.heads), live.streaming)
+            await forked.run(_name_path, node.id, live.streaming)
             await self._store.flush()
         return new_id, node.key if node.origin == "generated" else None, node.stop
 
@@ -261,11 +261,11 @@ def _forked_at(session: Session, rid: str | None) -> Node:
     return max(heads, key=lambda head: head.version).node if heads else session.root
 
 
-def _name_path(session: Session, tip: bytes, names: set[str], streaming: bool) -> None:
-    """Give a fork, which holds the path of ``tip``, those of the names that are of replies on it."""
+def _name_path(session: Session, tip: bytes, streaming: bool) -> None:
+    """Give a fork, which holds the path of ``tip``, the rids of the replies on it."""
     node = session.node(tip)
     for reply in node.path():
-        if reply.origin == "generated" and reply.key in names and reply.finish_reason is not None:
+        if reply.origin == "generated" and reply.key is not None and reply.finish_reason is not None:
             session.set_head(reply.key, reply, expected=None)
     if streaming:
         session.set_head(TIP, node, expected=None)

@@ -225,7 +225,7 @@ def test_a_replacement_that_is_refused_changes_nothing(talk: Talk, client: Clien
         talk.refused(400, *ids(), after=half, drop=True, replace=True, sampling=too_long)
         talk.refused(400, *ids(), replace=True, sampling=too_long)
         talk.refused(409, *ids(), replace=True, rid=root.rid)
-        talk.refused(400, *ids(), after=half, drop=True, replace=True, offset=10_000)
+        talk.refused(400, *ids(), after=half, drop=True, replace=True, sampling={"top_p": 2})
         client.check(last_of(stream, running))
     talk.turn(*ids(), after=root)
 

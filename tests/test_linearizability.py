@@ -275,7 +275,7 @@ def broken_set_head(self: SessionTree, name: str, node: Node, expected: Any = UN
     name = self._check_head(name, expected)
     actual = self._head(name)
     head = Head(self._resolve(node), 1 if actual is None else actual.version + 1)
-    return self._with_heads(self._heads.set(name, head), self._moves + 1), head
+    return self._with_heads({**self._heads, name: head}, self._moves + 1), head
 
 
 @pytest.mark.usefixtures("restless")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from sessiontree import Head, HeadMoved, NameTaken, Node, Session, SessionStore, SessionTree, StoreFailed, UnknownHead
+from sessiontree import Head, HeadMoved, KeyTaken, NameTaken, Node, Session, SessionStore, SessionTree, StoreFailed, UnknownHead
 from sessiontree.tree import UNSET
 from tests.disk import Disk
 from tests.disk_model import Stalled, fail, open_on
@@ -275,7 +275,7 @@ def broken_set_head(self: SessionTree, name: str, node: Node, expected: Any = UN
     name = self._check_head(name, expected)
     actual = self._head(name)
     head = Head(self._resolve(node), 1 if actual is None else actual.version + 1)
-    return self._with_heads(self._heads.set(name, head), self._moves + 1), head
+    return self._with_heads({**self._heads, name: head}, self._moves + 1), head
 
 
 @pytest.mark.usefixtures("restless")
@@ -333,3 +333,40 @@ def test_a_refusal_waits_until_what_it_saw_is_durable(refused: bool) -> None:
         else:
             moved, error = sorted(told, key=lambda each: isinstance(each, HeadMoved))
             assert moved == error.actual == session.head("main")
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_append_whose_key_names_other_content_waits_until_that_is_durable(lost: bool) -> None:
+    disk = Stalled()
+    with open_on(disk, durability="commit") as store:
+        session = store.create("s", scheme="text@hf5")
+        told: dict[int, Any] = {}
+
+        def append(token: int) -> None:
+            try:
+                told[token] = session.append(session.root, [token], key="request")
+            except (KeyTaken, StoreFailed) as error:
+                told[token] = error
+
+        if lost:
+            fail(disk, 1, "pwrite")
+        disk.waits.clear()
+        disk.go.clear()
+        first, second = (threading.Thread(target=append, args=(token,)) for token in (1, 2))
+        first.start()
+        assert disk.waits.wait(60)
+        second.start()
+        assert store._journal is not None
+        log: Any = store._journal._log
+        while not log._gates and second.is_alive():
+            time.sleep(0)
+        assert told == {}
+        disk.go.set()
+        first.join()
+        second.join()
+        if lost:
+            assert isinstance(told[1], StoreFailed)
+            assert session.children(session.root) == (told[2],)
+        else:
+            assert isinstance(told[2], KeyTaken)
+            assert session.children(session.root) == (told[1],)

@@ -235,6 +235,7 @@ def test_an_upload_is_processed_once_for_each_tenant_and_again_once_it_is_lost(m
 @pytest.mark.parametrize(
     ("data", "status"),
     [
+        (bomb(1_001, 1_000), 413),
         (bomb(50_000, 50_000), 413),
         (bomb(2**31 - 1, 2**31 - 1), 413),
         (bomb(3_000, 2), 400),
@@ -244,7 +245,17 @@ def test_an_upload_is_processed_once_for_each_tenant_and_again_once_it_is_lost(m
         (b"", 400),
         (b"GIF89a", 400),
     ],
-    ids=["a bomb", "a larger one", "a thread", "no pixels", "cut off", "another format", "nothing", "a beginning"],
+    ids=[
+        "too many pixels",
+        "a bomb",
+        "a larger one",
+        "a thread",
+        "no pixels",
+        "cut off",
+        "another format",
+        "nothing",
+        "a beginning",
+    ],
 )
 def test_what_is_no_picture_is_refused(data: bytes, status: int) -> None:
     with pytest.raises(Refused) as refused:

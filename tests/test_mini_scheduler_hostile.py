@@ -346,6 +346,7 @@ UPLOADS = {
     "a PNG cut short": data_url(GOOD[: len(GOOD) // 2]),
     "the header of a PNG": data_url(GOOD[:33]),
     "a bomb": data_url(bomb(50_000, 50_000)),
+    "more pixels than are taken": data_url(png(Image.new("RGB", (3_000, 3_000)))),
     "a wide bomb": data_url(bomb(2**31 - 1, 1)),
     "no pixels": data_url(bomb(0, 0)),
     "a bomb in a comment": data_url(text_bomb()),

@@ -201,17 +201,21 @@ class Client:
         return f"{what}-{next(NUMBERS)}"
 
     def check(self, turn: Turn) -> Turn:
-        """The turn is what its whole history gives as one stateless request under another salt. A turn that was cut short by an
-        abort is the beginning of that."""
+        """The turn came to its end, and is what its whole history gives as one stateless request under another salt."""
         answer = self.ok("/generate", turn.ask.stateless(self.fresh()))
-        replay = turn.ask.answered({**answer, "meta_info": {**answer["meta_info"], "id": turn.ask.rid}})
+        replay = attrs.evolve(turn.ask, rid=None).answered(answer)
         assert replay.cached_tokens == 0, "nothing may be cached under a fresh salt"
-        if turn.finish_reason["type"] == "abort":
-            assert replay.output_ids[: len(turn.output_ids)] == turn.output_ids
-        else:
-            same = (turn.output_ids, turn.text, turn.finish_reason)
-            assert (replay.output_ids, replay.text, replay.finish_reason) == same
+        assert turn.finish_reason["type"] in ("stop", "length")
+        same = (turn.output_ids, turn.text, turn.finish_reason)
+        assert (replay.output_ids, replay.text, replay.finish_reason) == same
         return turn
+
+    def check_beginning(self, turn: Turn, most: int) -> None:
+        """The turn was aborted, and what came of it is the beginning of what it would have been; ``most`` tokens are compared."""
+        assert turn.finish_reason["type"] == "abort"
+        beginning = turn.output_ids[:most]
+        whole = attrs.evolve(turn.ask, rid=None, sampling={**turn.ask.sampling, "max_new_tokens": len(beginning)})
+        assert tuple(self.ok("/generate", whole.stateless(self.fresh()))["output_ids"]) == beginning
 
 
 class Talk:

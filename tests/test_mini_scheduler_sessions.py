@@ -64,12 +64,13 @@ def ids(count: int = 6) -> tuple[int, ...]:
 
 @both_models
 def test_turns_are_appended(talk: Talk) -> None:
-    turns = [talk.turn(*ids())]
-    for _ in range(3):
-        turns.append(talk.turn(*ids(), after=turns[-1]))
+    turns = [talk.turn(*ids(11))]
+    for count in (11, 12, 6):  # two replies end where a page does
+        turns.append(talk.turn(*ids(count), after=turns[-1]))
         whole_pages = (length(turns[-2].context) - 1) // PAGE * PAGE
         assert turns[-1].cached_tokens >= whole_pages, "the context is in the cache"
     assert turns[-1].cached_tokens > 0
+    assert [length(turn.context) % PAGE for turn in turns] == [0, 0, 1, 12]
     known = talk.known()
     assert known.keys() == {turn.rid for turn in turns}
     for turn in turns:
@@ -91,9 +92,9 @@ def test_branches_stand_beside_each_other(talk: Talk) -> None:
 
 
 def test_a_client_goes_back_any_number_of_turns(talk: Talk) -> None:
-    turns = [talk.turn(*ids())]
-    for _ in range(3):
-        turns.append(talk.turn(*ids(), after=turns[-1]))
+    turns = [talk.turn(*ids(11))]
+    for count in (11, 12, 6):  # two replies end where a page does
+        turns.append(talk.turn(*ids(count), after=turns[-1]))
     for earlier in (turns[0], turns[2], turns[1]):
         again = talk.turn(*ids(), after=earlier)
         assert talk.known()[again.rid]["parent"] == earlier.rid
@@ -208,7 +209,7 @@ def test_a_running_request_is_replaced(talk: Talk, client: Client) -> None:
         new = talk.turn(*ids(), after=aborted, drop=True, replace=True)
         old = last_of(stream, running)
     assert old.finish_reason["type"] == "abort"
-    client.check(beginning(old, 24))
+    client.check_beginning(old, 24)
     assert running.rid not in talk.known()
     talk.turn(*ids(), after=new)
     talk.turn(*ids(), after=root)
@@ -228,12 +229,6 @@ def test_a_replacement_that_is_refused_changes_nothing(talk: Talk, client: Clien
         talk.refused(400, *ids(), after=half, drop=True, replace=True, sampling={"top_p": 2})
         client.check(last_of(stream, running))
     talk.turn(*ids(), after=root)
-
-
-def beginning(turn: Turn, count: int) -> Turn:
-    """A turn that was cut short, as far as it is to be compared."""
-    sampling = {**turn.ask.sampling, "max_new_tokens": count}
-    return attrs.evolve(turn, ask=attrs.evolve(turn.ask, sampling=sampling), output_ids=turn.output_ids[:count])
 
 
 @both_models

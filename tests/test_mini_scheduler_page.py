@@ -25,6 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def section(language: str, server: Server) -> str:
     text = README.read_text().split("\n## Serve it\n")[1].split("\n## ")[0]
+    block: str
     (block,) = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
     return block.replace("localhost:8000", server.url.removeprefix("http://"))
 

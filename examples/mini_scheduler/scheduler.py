@@ -243,14 +243,15 @@ class Scheduler:
             self._cache,
             self._places(windows, rows),
         )
+        done = [row for row, window in enumerate(windows) if window.stop == window.request.draft.stop]
+        sampled = sample(logits[done], [requests[row] for row in done])
         with self._session():
             for draft, window in zip(drafts, windows, strict=True):
                 draft.num_computed_tokens = window.stop
         for request in requests:
             self._name_pages(request)
-        done = [row for row, window in enumerate(windows) if window.stop == window.request.draft.stop]
         if done:
-            self._take_tokens([requests[row] for row in done], sample(logits[done], [requests[row] for row in done]))
+            self._take_tokens([requests[row] for row in done], sampled)
 
     def _places(self, windows: Sequence[_Window], rows: int) -> PagedBatch:
         """Block table and places of a batch; rows behind its tokens read the first token of the first request."""

@@ -23,7 +23,7 @@ from PIL import Image
 from tests.mini_server import Server
 
 VISION_START, VISION_END, IMAGE_PAD = 151652, 151653, 151655
-GREEDY: Mapping[str, Any] = {"temperature": 0, "max_new_tokens": 5}
+GREEDY: Mapping[str, Any] = {"temperature": 0, "max_new_tokens": 4}
 NUMBERS = itertools.count()
 SIDE = 28  # pixels of the square that one token of a picture stands for
 

@@ -42,22 +42,25 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         assert "Traceback" not in running.log.read_text()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[Client]:
     yield (made := Client(server, KEYS["acme"]))
     made.http.close()
+
+
+@pytest.fixture(autouse=True)
+def healthy(server: Server) -> Iterator[None]:
+    yield
     server.check_healthy()
 
 
 @pytest.fixture(scope="module")
-def kept(server: Server) -> Iterator[Talk]:
+def kept(client: Client) -> Iterator[Talk]:
     """A session with a turn that can be gone on from after all of this."""
-    client = Client(server, KEYS["acme"])
     made = Talk(client)
     turn = made.turn(*range(100, 120))
     yield made
     made.turn(*range(5), after=turn)
-    client.http.close()
 
 
 @pytest.fixture

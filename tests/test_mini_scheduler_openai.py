@@ -138,7 +138,8 @@ def chat(api: OpenAI, client: Client) -> Chat:
 # --- chat completions -----------------------------------------------------------------------------------------------------
 
 
-def test_a_stateless_history_is_found(chat: Chat) -> None:
+def test_a_stateless_history_is_found(api: OpenAI, client: Client) -> None:
+    chat = Chat(api, client).say("system", "You are a tree.")  # the same words in every run, so the same replies
     turns = [chat.say("user", question).reply() for question in ("What is a tree?", "And a branch?", "Ünïcödé, 漢字, 🌲?", "So?")]
     assert any(encode(turn.text) != turn.output_ids for turn in turns), "a round trip through text is seen here"
 

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine_bridge.batches import DecodeBatch, DecodeOutputs, ExtendBatch, ExtendOutputs, buffers
-from engine_bridge.expand import HostTables, expand_decode, expand_extend
+from engine_bridge.expand import FEW, HostPens, HostTables, expand_decode, expand_extend
 from engine_bridge.layout import FIELDS, HEADER, WORD, WORD_BYTES, ExtendArea, ExtendLayout, bytes_of
 from engine_bridge.ring import Ring
 from engine_bridge.rows import Gathered, check_limit, gather, path_of, windows
@@ -123,8 +123,10 @@ class InputStager:
         self._shortest = np.zeros(requests, np.int64)  # its length when it was admitted
         self._update_ring = Ring(HEADER + requests * (2 + self.max_decode_width), depth, self.device, cuda)
         self.sampled_tokens = self._zeros(requests, self.max_decode_width, dtype=torch.int64)
+        self._counted = self._live.data, self._lengths.data, self._longest.data
         self._stamps = np.zeros(requests, np.int64)
         self._host = None if cuda else HostTables(self._state.numpy(), self._history.numpy(), *self._decode.arrays())
+        self._pens = None if self._host is None else HostPens(self._host)
         self._kernels: Any = None
         if cuda:
             from engine_bridge import kernels  # noqa: PLC0415  # Triton is there only with a GPU
@@ -389,9 +391,13 @@ class InputStager:
             ring.launch(at, 0, kernel, self.cuda_graph, 2 * width + staged)
             return
         area = ring.areas[at]
-        if dirty[1] > count:
+        clean = dirty[1] <= count and dirty[0] <= count * width
+        if not clean:
             area[HEADER + count :] = 0
-        expand_decode(area[HEADER : HEADER + count], width, dirty, self._host)
+        slots = area[HEADER : HEADER + count]
+        if clean and count <= FEW and width == 1 and self._pens is not None and self._pens.expand(slots.tolist()):
+            return
+        expand_decode(slots, width, dirty, self._host)
 
     def _expand_decode(self, width: int, staged: bool, at: int) -> None:
         out, kernels, ring = self._decode, self._kernels, self._decode_ring
@@ -491,6 +497,10 @@ class InputStager:
         if not len(named):
             return
         staged, self._staged = self._staged, None
+        if self._pens is not None and counts is None and width == 1 and len(named) <= FEW:
+            self._put(self._pens, named.tolist(), rows[:, 0].tolist())
+            self._staged = staged
+            return
         self._live[named] = False  # until host and device agree again
         if self._host is None:
             self._launch_update(named, counts, rows, width, staged)
@@ -506,6 +516,16 @@ class InputStager:
         self._live[named] = True
         if counts is None or staged is None or staged[1] == 1:  # otherwise it is to be asked again what a wide step finds
             self._staged = staged
+
+    def _put(self, pens: HostPens, slots: list[int], tokens: list[int]) -> None:
+        """One token behind each of a few paths: as :meth:`_update`, number by number."""
+        live, lengths, longest = self._counted
+        for slot, token in zip(slots, tokens, strict=True):
+            live[slot] = False
+            pens.put(slot, token)
+            lengths[slot] = after = pens.lengths[slot]
+            longest[slot] = max(longest[slot], after)
+            live[slot] = True
 
     def _launch_update(
         self,

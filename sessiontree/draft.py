@@ -536,7 +536,7 @@ def extend_drafts(drafts: Sequence[Draft], token_ids: TokenIds | Sequence[TokenI
             draft._tokens.frombytes(run)
             draft._used = True
         return
-    tokens = token_array(token_bytes(token_ids)).tolist()
+    tokens = memoryview(token_bytes(token_ids)).cast("i").tolist()
     _check_lengths(drafts, tokens)
     for draft in drafts:
         if draft._how_closed is not None or len(draft._tokens) >= draft._room:

@@ -1,7 +1,8 @@
 """A real engine loop over sessiontree, small enough to read in an evening.
 
 Begin with ``requests`` (the vocabulary), then ``scheduler`` (what runs when), ``pages`` and ``model`` (KV by page, attention
-through the block table), ``encoder``, ``sampler``, ``text`` and ``engine`` (the thread).
+through the block table), ``encoder``, ``sampler``, ``text`` and ``engine`` (the thread). Vocabulary and weights are those of the
+quickstart, ``examples/qwen_reference.py``.
 
 In front of it: ``sessions`` and ``history`` (which node a request goes on from), ``generations`` (a reply on its way, and what is
 done with it when it ends), ``chat`` and ``pictures`` (messages and uploads to tokens and media).

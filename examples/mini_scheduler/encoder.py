@@ -22,7 +22,6 @@ class EncoderCache:
         self._budget = budget_bytes
         self._held: OrderedDict[tuple[str, bytes], torch.Tensor] = OrderedDict()
         self.held_bytes = 0
-        self.encoded = 0
 
     def rows(self, item: MediaItem, salt: str) -> torch.Tensor:
         """(placeholders, width): one row for each token of the whole item. Raises what ``encode`` raises."""
@@ -30,7 +29,6 @@ class EncoderCache:
         found = self._held.get(key)
         if found is None:
             found = self._held[key] = self._encode(item)
-            self.encoded += 1
             self.held_bytes += found.nbytes
         self._held.move_to_end(key)
         while self.held_bytes > self._budget and len(self._held) > 1:

@@ -30,7 +30,6 @@ class EngineUsage:
     total_pages: int
     used_pages: int
     cached_pages: int
-    evicted_pages: int
     encoder_bytes: int
     counters: Counters
 
@@ -65,7 +64,9 @@ class Engine:
                 raise StoreClosed("the engine is closed")
             waiting = self._waiting + len(self._arrived) + len(requests)
             if waiting > self._max_waiting:
-                raise QueueFull(f"{waiting} requests would wait", value=waiting, limit=self._max_waiting)
+                raise QueueFull(
+                    f"{waiting} requests would wait; the most are {self._max_waiting}", value=waiting, limit=self._max_waiting
+                )
             self._arrived += requests
             self._wake.notify()
 
@@ -92,9 +93,8 @@ class Engine:
             total_pages=pool.num_pages,
             used_pages=pool.num_pages - pool.available,
             cached_pages=pool.cached,
-            evicted_pages=pool.evicted,
             encoder_bytes=scheduler.encoder.held_bytes,
-            counters=attrs.evolve(scheduler.counters),
+            counters=attrs.evolve(scheduler.counters, evicted_pages=pool.evicted),
         )
 
     def _loop(self) -> None:

@@ -55,8 +55,12 @@ class Refused(Exception):
         """A failure of the library's: its message and its type's name. What is nobody's fault but the request's is a 400."""
         name = type(error).__name__
         status = next((status for kind, status in _STATUS if isinstance(error, kind)), 400)
-        if status == 404:  # which thing it was that is not there says nothing of whose it is
-            return cls(404, "there is nothing of this name", type=name)
+        if isinstance(error, UnknownSession):  # not its own message, which names what tenants do not: the store's id
+            return cls(404, "there is no session of this name", type=name)
+        if status == 404:
+            return cls(404, "nothing that has finished has this name", type=name)
+        if isinstance(error, SessionExists):
+            return cls(409, "there is a session of this name; go on with it, or close it", type=name)
         if status == 503:
             return cls(503, "the store takes no request at this time", type=name)
         return cls(status, str(error), type=name)

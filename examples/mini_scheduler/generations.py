@@ -276,7 +276,10 @@ class Generations:
         return tell
 
     async def _settle(self, live: Live, generation: Generation, wish: Wish, output: Output) -> None:
-        """See to what a reply leaves: its head, on disk. Then it no longer runs, and its end may be told."""
+        """See to what a reply leaves: its head, on disk. Then it no longer runs, and its end may be told.
+
+        Takes no lock of the session's: who holds it may be waiting for this.
+        """
         try:
             if output.node is not None:
                 if wish.head:

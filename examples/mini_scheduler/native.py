@@ -25,7 +25,7 @@ def prompt_of(body: schemas.Generate, pictures: Sequence[MediaItem], vocab_size:
     if any(token >= vocab_size for token in compact):
         raise Refused(400, f"a token id is below {vocab_size}", type="OutOfRange", param="input_ids")
     if compact.count(IMAGE_PAD) != len(pictures):
-        what = f"{compact.count(IMAGE_PAD)} image pads and {len(pictures)} pictures; each pad stands for one picture"
+        what = f"{compact.count(IMAGE_PAD)} times <|image_pad|> ({IMAGE_PAD}) and {len(pictures)} pictures; each stands for one"
         raise Refused(400, what, type="MediaSpanError", param="image_data")
     ids: list[int] = []
     media: list[MediaItem] = []

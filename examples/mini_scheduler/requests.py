@@ -42,8 +42,9 @@ class Sampling:
     """How tokens are picked and when a reply ends. Belongs to one request; nothing is taken over from an earlier one.
 
     ``temperature``: 0 takes the likeliest token. ``top_k``: of so many, -1 of all. ``seed``: equal seeds give equal replies to
-    equal prompts; None: drawn from the draft's key. ``stop``: strings that end the reply before them. ``stop_token_ids``: tokens
-    that end it behind them. ``ignore_eos``: never pick the end of the turn. Raises OutOfRange, LimitExceeded.
+    equal prompts; None: drawn from the draft's key. ``stop``: strings that end the text before them; the tokens in which one was
+    said are history, as in SGLang. ``stop_token_ids``: tokens that end the reply, and are its last. ``ignore_eos``: never pick the
+    end of the turn. Raises OutOfRange, LimitExceeded.
     """
 
     max_new_tokens: int = attrs.field(default=128, validator=_number(1, 2**20))

@@ -44,6 +44,7 @@ class Counters:
     decode_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    evicted_pages: int = 0
     encoded_items: int = 0
     step_seconds: float = 0.0
     session_seconds: float = 0.0
@@ -103,7 +104,7 @@ class Scheduler:
         self._cache = model.new_cache(num_pages, page_size)
         rows = -(-max_batch_tokens // ROWS) * ROWS
         axes = model.num_position_axes
-        runs = 4 * rows  # a window has no more runs than tokens, and a run for each item and its end
+        runs = 4 * rows  # more than enough: a window has at most a run for each of its tokens, and a few where it begins and ends
         self._decode_rows = -(-max_running // ROWS) * ROWS
         self._stager = InputStager(rows, self._decode_rows, runs, num_position_axes=axes, max_decode_width=1)
         self._slots = list(range(max_running - 1, -1, -1))
@@ -135,7 +136,10 @@ class Scheduler:
     # Admission
 
     def _admit(self) -> None:
-        """Take requests in, the first to come first, while there are pages for what they lack of their paths."""
+        """Take requests in, the first to come first, while there are pages for what they lack of their paths.
+
+        One that has to wait, for pages or for a prefix that is being computed, is overtaken by none.
+        """
         while self.waiting and len(self.running) < self._max_running:
             request = self.waiting[0]
             if not self._find_prefix(request):
@@ -146,7 +150,7 @@ class Scheduler:
     def _find_prefix(self, request: Request) -> bool:
         """Give a request the pages that hold the beginning of its path; whether it can run now."""
         draft, pool = request.draft, self.pool
-        with self._session():
+        with self._timed():
             request.hashes = page_hashes(draft.parent, "sglang", pool.page_size, salt=request.salt)
             usable = request.hashes[: (draft.stop - 1) // pool.page_size]  # at least one token is run, for its logits
         found = pool.find(usable)
@@ -159,7 +163,7 @@ class Scheduler:
             return False
         request.pages = found
         request.named = len(found)
-        with self._session():
+        with self._timed():
             draft.num_computed_tokens = len(found) * pool.page_size
         self.counters.cached_tokens += draft.num_computed_tokens
         if request.cached_tokens is None:
@@ -183,7 +187,10 @@ class Scheduler:
         return [window for request, window in planned.items() if request in self.running]
 
     def _make_room(self, request: Request, stop: int) -> bool:
-        """Pages for path tokens up to ``stop``; whether the request is still running."""
+        """Pages for path tokens up to ``stop``; whether the request is still running.
+
+        Who came last gives way. So the first of those that run always gets on, and every request is the first at some time.
+        """
         while len(request.pages) * self.pool.page_size < stop:
             if self.pool.available:
                 request.pages.append(self.pool.take())
@@ -196,7 +203,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._let_go(request)
-        with self._session():
+        with self._timed():
             request.draft.preempt()
         self.waiting.appendleft(request)
         self.counters.preemptions += 1
@@ -220,13 +227,13 @@ class Scheduler:
         pictures: list[tuple[int, int, torch.Tensor]] = []
         if all(request.slot is not None for request in requests):
             slots = np.array([request.slot for request in requests], np.int32)
-            with self._session():
+            with self._timed():
                 batch = self._stager.decode(slots)
             kind = "decode"
             self.counters.decode_tokens += len(windows)
         else:
             starts, stops = [window.start for window in windows], [window.stop for window in windows]
-            with self._session():
+            with self._timed():
                 batch = self._stager.extend(drafts, starts, stops)
             kind = "extend"
             self.counters.prefill_tokens += batch.num_tokens
@@ -245,7 +252,7 @@ class Scheduler:
         )
         done = [row for row, window in enumerate(windows) if window.stop == window.request.draft.stop]
         sampled = sample(logits[done], [requests[row] for row in done])
-        with self._session():
+        with self._timed():
             for draft, window in zip(drafts, windows, strict=True):
                 draft.num_computed_tokens = window.stop
         for request in requests:
@@ -298,11 +305,14 @@ class Scheduler:
     # Tokens
 
     def _take_tokens(self, requests: Sequence[Request], sampled: Sequence[int]) -> None:
-        """Give each its token, in the draft, in the slot and as text; end those that are done."""
+        """Give each its token, in the draft, in the slot and as text; end those that are done.
+
+        A slot gets each token of its draft, by whichever kind of batch it was made: the two are to say the same.
+        """
         drafts = [request.draft for request in requests]
         decoding = [row for row, request in enumerate(requests) if request.slot is not None]
         slots, tokens = np.array([requests[row].slot for row in decoding], np.int32), np.array(sampled, np.int32)
-        with self._session():
+        with self._timed():
             extend_drafts(drafts, tokens)
             if decoding:
                 self._stager.advance(slots, tokens[decoding])
@@ -326,7 +336,7 @@ class Scheduler:
         if requests:
             for request in requests:
                 request.slot = self._slots.pop()
-            with self._session():
+            with self._timed():
                 self._stager.admit([request.draft for request in requests], [request.slot for request in requests])
 
     # Ends
@@ -335,7 +345,7 @@ class Scheduler:
         """Make the node, then say so. What it has in pages can be found from here on."""
         text += request.text.finish()
         try:
-            with self._session():
+            with self._timed():
                 node = request.draft.commit(reason, metadata=request.metadata | {"text": request.text.text})
                 hashes = page_hashes(node, "sglang", self.pool.page_size, salt=request.salt)
         except SessionTreeError as error:
@@ -373,7 +383,7 @@ class Scheduler:
         for request in list(self.running):
             self._end(request, "error", error)
 
-    def _session(self) -> _SessionTime:
+    def _timed(self) -> _SessionTime:
         return _SessionTime(self.counters)
 
 

@@ -180,6 +180,8 @@ async def serving(config: Config) -> AsyncIterator[Service]:
     else:
         store = await AsyncStore.open(config.store, durability="group", memory_bytes=config.memory_bytes)
     async with store:
+        for session_id in store.store.sessions()[:1]:  # rather than to refuse every request
+            await store.get(session_id, scheme=model.scheme, model_fingerprint=model.fingerprint)
         options = {"num_pages": 256, "page_size": 16, **config.engine}
         engine = Engine(store.store, model, **options)
         max_tokens = min(model.max_tokens, options["num_pages"] * options["page_size"])

@@ -10,10 +10,11 @@ import subprocess
 import sys
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine_bridge import BatchSpan, ExtendBatch, InputStager, request_inputs
+from engine_bridge import stager as stager_module
+from engine_bridge.expand import FEW
 from sessiontree import (
     Draft,
     LimitExceeded,
@@ -545,6 +548,14 @@ def check_step(batch: Any, drafts: Sequence[Draft], slots: Sequence[int], width:
         assert batch.mrope_deltas[number].tolist() == [draft.mrope_position_delta]
 
 
+@pytest.fixture(scope="module", params=[FEW, 0], ids=["number by number", "by NumPy"])
+def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Steps of a few slots on the host, and the same steps as many would be made."""
+    with mock.patch.object(stager_module, "FEW", request.param):
+        yield
+
+
+@pytest.mark.usefixtures("either_way")
 def test_c21_step_k_stands_at_length_minus_one_plus_k_plus_delta() -> None:
     """And where the draft says that its tokens stand; every step has its delta on the device, in prefill and in decode."""
     session, node, _ = sample()
@@ -563,6 +574,7 @@ def test_c21_step_k_stands_at_length_minus_one_plus_k_plus_delta() -> None:
         check_step(batch, [draft], [3])
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
@@ -633,6 +645,7 @@ def test_slots_against_drafts(dtype: torch.dtype, data: st.DataObject) -> None:
                 del drafts[slot], back[slot]
 
 
+@pytest.mark.usefixtures("either_way")
 def test_fractional_deltas_decode_as_the_model_computes() -> None:
     """float32(index) + delta, then cast once where positions are integers."""
     positions_of = scheme("qwen3_omni@hf5", **known_cases("qwen3_omni", "hf5")[0][0].params)
@@ -773,6 +786,7 @@ def test_an_interrupted_extend_leaves_the_last_batch_or_none_and_the_next_is_who
     assert number > 50
 
 
+@pytest.mark.usefixtures("either_way")
 def test_an_interrupted_step_leaves_the_last_one_or_none_and_the_next_is_whole() -> None:
     _, node, draft = sample()
     stager = InputStager(64, 3, max_decode_width=2)
@@ -801,6 +815,7 @@ def test_an_interrupted_step_leaves_the_last_one_or_none_and_the_next_is_whole()
     assert number > 20
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("what", ["admit", "advance", "rollback", "retire"])
 def test_an_interrupt_leaves_a_slot_as_it_was_or_as_it_was_to_be_or_free(what: str) -> None:
     """Never with a length of one and tokens of another; a free one is admitted again."""
@@ -851,6 +866,7 @@ def part() -> MediaItem:
     return MediaItem("image", whole.identity, [(1, 1)], grid_thw=whole.grid_thw, unfinished=True)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_a_rollback_keeps_what_the_next_step_needs() -> None:
     session = SessionStore.in_memory().create("s", scheme=vl("sglang"))
     stager = InputStager(64, 1, max_decode_width=2)
@@ -868,6 +884,7 @@ def test_a_rollback_keeps_what_the_next_step_needs() -> None:
         stager.rollback([0], [draft.stop - 1])
 
 
+@pytest.mark.usefixtures("either_way")
 def test_a_preempted_request_comes_back_from_its_draft() -> None:
     session, node, _ = sample()
     stager = InputStager(64, 2, 16)

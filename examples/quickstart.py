@@ -200,8 +200,9 @@ class Experiment:
         """Append a turn and declare its pictures: which they are, how large, and which tokens stand for them."""
         items = []
         for offset, shown in turn.pictures:
-            identity = media_identity("image", shown.pixel_values, options={"merge_size": MERGE})
             spans, grid = [(offset, shown.num_tokens)], shown.grid_thw[0].tolist()
+            # The patches of a picture and of the same one turned say nothing of its shape: the grid does.
+            identity = media_identity("image", shown.pixel_values, options={"merge_size": MERGE, "grid_thw": grid})
             items.append(MediaItem("image", identity, spans, grid_thw=grid))
             self.store.put_features(items[-1], {"pixel_values": shown.pixel_values})  # for whoever runs it again
             self.engine.pictures[identity] = shown

@@ -267,7 +267,8 @@ def media_identity(kind: str, data: Any, *, options: Mapping[str, Any] | None = 
 
     ``kind``: what it is ("image", "video pixels", ...). ``data``: bytes, an array or tensor, a picture, or a list of them
     (nested lists keep their boundaries). ``options``: the processor's options that shaped it. Type, shape, dtype and length of
-    every piece are part of the identity, so equal bytes of another shape are other content.
+    every piece are part of the identity, so equal bytes of another shape are other content. Where a processor has cut pictures
+    into rows of patches (Qwen's ``pixel_values``), these no longer say how high and wide one is: give its grid in ``options``.
 
     A picture is what has the ``mode``, ``size``, ``tobytes()`` and ``getpalette()`` of a Pillow image. Its mode, size, pixels,
     palette, transparency and EXIF orientation (image loaders turn by it) count; of an animation, those of the frame it stands at.

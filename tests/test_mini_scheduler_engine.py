@@ -71,7 +71,7 @@ class Lab:
     def turn(self, parent: Node, turn: Turn) -> Node:
         items = []
         for offset, shown in turn.pictures:
-            identity = media_identity("image", shown.pixel_values)
+            identity = media_identity("image", shown.pixel_values, options={"grid_thw": shown.grid_thw[0].tolist()})
             item = MediaItem("image", identity, [(offset, shown.num_tokens)], grid_thw=shown.grid_thw[0].tolist())
             self.store.put_features(item, {"pixel_values": shown.pixel_values})
             items.append(item)

@@ -175,20 +175,26 @@ def from_items(items: str | Iterable[schemas.InputItem], pictures: Iterable[Medi
         return [Said("user", (items,))]
     shown = iter(pictures)
     said: list[Said] = []
+    spoken: list[str] = []  # by the assistant, since somebody else did
+
+    def end() -> None:
+        if spoken:
+            said.append(Said("assistant", ("".join(spoken),)))
+            spoken.clear()
+
     before: schemas.InputItem | None = None
     for item in items:
         if isinstance(item, schemas.FunctionCallOutput):
+            end()
             said.append(Said("tool", (item.output,)))
         elif isinstance(item, schemas.MessageItem) and item.role != "assistant":
+            end()
             said.append(Said("user" if item.role == "user" else "system", tuple(_parts(item.content, shown))))
         else:
-            text = _assistants_text(item, shown)
-            if said and said[-1].role == "assistant":
-                between = "" if isinstance(before, schemas.Reasoning) else _LINE_BREAK
-                said[-1] = Said("assistant", (said[-1].text + between + text,))
-            else:
-                said.append(Said("assistant", (text,)))
+            between = [_LINE_BREAK] if spoken and not isinstance(before, schemas.Reasoning) else []
+            spoken += [*between, _assistants_text(item, shown)]
         before = item
+    end()
     return said
 
 

@@ -16,7 +16,7 @@ import attrs
 from mini_scheduler.model import Model
 from mini_scheduler.requests import Request
 from mini_scheduler.scheduler import Counters, Scheduler
-from sessiontree import LimitExceeded, SessionStore, StoreClosed, Unsupported
+from sessiontree import LimitExceeded, SessionStore, SessionTreeError, StoreClosed
 
 _logger = logging.getLogger("mini_scheduler")
 
@@ -62,13 +62,19 @@ class Engine:
         with self._wake:
             if self._closing:
                 raise StoreClosed("the engine is closed")
-            waiting = self._waiting + len(self._arrived) + len(requests)
-            if waiting > self._max_waiting:
-                raise QueueFull(
-                    f"{waiting} requests would wait; the most are {self._max_waiting}", value=waiting, limit=self._max_waiting
-                )
+            self._check_room(len(requests))
             self._arrived += requests
             self._wake.notify()
+
+    def check_room(self, count: int) -> None:
+        """Whether the queue has room for so many requests by now. Raises QueueFull."""
+        with self._wake:
+            self._check_room(count)
+
+    def _check_room(self, count: int) -> None:
+        if self._waiting + len(self._arrived) + count > self._max_waiting:
+            most = self._max_waiting
+            raise QueueFull(f"the queue is full: {most} requests may wait, and {count} would come", value=count, limit=most)
 
     def abort(self, request: Request, reason: str = "aborted") -> None:
         """End a request; it is told so with its last output, unless it has ended by then. Any thread may call it."""
@@ -114,11 +120,15 @@ class Engine:
                 scheduler.step()
             except Exception as error:  # a fault of ours or the model's: those in this batch fail, the next ones run
                 _logger.exception("a step failed")
-                scheduler.fail(Unsupported(f"the engine failed: {type(error).__name__}"))
+                scheduler.fail(EngineFault(f"the engine failed: {type(error).__name__}"))
             with self._wake:
                 self._waiting = len(scheduler.waiting)
             if closing and not scheduler.busy:
                 return
+
+
+class EngineFault(SessionTreeError):
+    """A step raised what it should not. Requests that it touched have ended; others go on."""
 
 
 class QueueFull(LimitExceeded):

@@ -7,12 +7,13 @@ from typing import Any, Final
 
 from starlette.responses import Response
 
-from mini_scheduler.engine import QueueFull
+from mini_scheduler.engine import EngineFault, QueueFull
 from sessiontree import (
     CorruptTree,
     HeadMoved,
     IncompatibleStore,
     KeyTaken,
+    NeedsMedia,
     SessionExists,
     SessionTreeError,
     StaleSession,
@@ -25,6 +26,7 @@ from sessiontree import (
 # The first that fits. NameTaken is a HeadMoved, StoreClosed a StoreFailed.
 _STATUS: Final[tuple[tuple[type[SessionTreeError], int], ...]] = (
     (QueueFull, 429),
+    (EngineFault, 500),
     (UnknownSession, 404),
     (UnknownHead, 404),
     (UnknownNode, 404),
@@ -33,6 +35,7 @@ _STATUS: Final[tuple[tuple[type[SessionTreeError], int], ...]] = (
     (KeyTaken, 409),
     (HeadMoved, 409),
     (IncompatibleStore, 409),
+    (NeedsMedia, 503),
     (StoreFailed, 503),
     (CorruptTree, 503),
 )

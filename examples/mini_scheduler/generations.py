@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from typing import Any, Final
 
 import attrs
@@ -21,6 +22,7 @@ from sessiontree import NameTaken, Node, SessionTreeError, StoreClosed, UnknownH
 from sessiontree.aio import AsyncSession, AsyncStore
 
 TIP: Final = "tip"  # the head of a streaming session that moves
+ASKED: Final = "asked"  # of a reply's node: by what it can be told whether a request is that one again
 
 
 class Live:
@@ -153,6 +155,11 @@ class Wish:
     head: bool = True
     again: bool = False
 
+    @property
+    def asked(self) -> str:
+        """What it asks, in a word."""
+        return blake2b(repr((self.sampling, self.salt)).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
     def for_each(self, rids: Iterable[str]) -> dict[str, Wish]:
         """Of several replies, each after the first has the next seed: equal seeds would give equal replies."""
         first = self.sampling.seed
@@ -186,29 +193,27 @@ class Generations:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending = False
 
-    async def start(self, live: Live, prompt: Node, wishes: Mapping[str, Wish], before: Callable[[], Any] | None = None) -> Answer:
+    async def start(self, live: Live, prompt: Node, wishes: Mapping[str, Wish], then: Callable[[], Any] | None = None) -> Answer:
         """Replies to a prompt, one for each rid. The session's lock is held.
 
         A rid that a reply to this very prompt has is answered with that reply; one that is taken otherwise raises NameTaken, and
-        nothing has changed then. ``before``: awaited once it is sure that something is to run.
+        nothing has changed then. ``then``: awaited once something new is to run; what it does is done for requests that were taken.
         """
         self.check_free(live, wishes)
         answer, new = Answer(), dict[str, Generation]()
         for rid, wish in wishes.items():
-            node = await self._committed(live, prompt, rid) if wish.again else None
+            node = await self._committed(live, prompt, rid, wish) if wish.again else None
             if node is None:
                 new[rid] = answer.add(rid, prompt)
             else:
                 answer.add_committed(rid, node, wish.sampling)
-        if new and before is not None:
-            await before()
         drafts = []
         try:
             for rid, generation in new.items():
                 drafts.append(draft := await live.session.draft(prompt, key=rid))
                 wish = wishes[rid]
                 tell = self._teller(live, generation, wish)
-                request = Request(draft, wish.sampling, tell, salt=wish.salt, metadata=wish.metadata)
+                request = Request(draft, wish.sampling, tell, salt=wish.salt, metadata={**wish.metadata, ASKED: wish.asked})
                 generation.give_to(self._engine, request)
             if new:
                 if self._ending:
@@ -221,6 +226,12 @@ class Generations:
         for rid, generation in new.items():
             live.running[rid] = generation
             live.enter()
+        if new and then is not None:
+            try:
+                await then()
+            except BaseException:
+                answer.abort("what it replaces could not be put aside")
+                raise
         return answer
 
     @staticmethod
@@ -232,8 +243,8 @@ class Generations:
             if rid in live.running:
                 raise NameTaken(f"request {rid!r} is running", name=rid, actual=None)
 
-    async def _committed(self, live: Live, prompt: Node, rid: str) -> Node | None:
-        """The reply to this prompt that has this rid; its head is set now where that was not done. Raises NameTaken, KeyTaken."""
+    async def _committed(self, live: Live, prompt: Node, rid: str, wish: Wish) -> Node | None:
+        """The reply to this very request that has this rid; its head is set now where that was not done. Raises NameTaken."""
         if live.has(rid):
             node = await live.node(rid)
             if node.parent != prompt:
@@ -244,6 +255,8 @@ class Generations:
             if known is None:
                 return None
             node = known
+        if node.metadata.get(ASKED) != wish.asked:
+            raise NameTaken(f"rid {rid!r} is that of a request with other sampling_params", name=rid, actual=None)
         await self._name(live, rid, node)
         await self._store.flush()
         return node

@@ -5,23 +5,32 @@ taken as it was generated: text that is tokenized again gives other ids. Where t
 thoughts, its path is rewritten: of each reply the tokens that still stand are kept, and so is all that stands before the first.
 
 Everything here may read and write the disk, and runs on a thread of the store's. What it appends is input; no reply is made here.
-``room``: tokens that the reply may come to have; a prompt that leaves less is refused before any of it is appended.
+``room``: tokens that the reply may come to have; a prompt that leaves less is refused before any of it is appended. ``keep``: called
+once that is sure, to have the store keep the request's pictures.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from mini_scheduler.chat import Turn, closing
 from mini_scheduler.text import decode, encode
 from sessiontree import Edit, LimitExceeded, MediaItem, MediaSpanError, Node, Session
 
+Keep = Callable[[], object]
 
-def continue_tokens(session: Session, token_ids: Sequence[int], media: Sequence[MediaItem], room: int = 0) -> Node:
+
+def _nothing() -> None: ...
+
+
+def continue_tokens(
+    session: Session, token_ids: Sequence[int], media: Sequence[MediaItem], room: int = 0, keep: Keep = _nothing
+) -> Node:
     """The node that ends with this prompt, wherever turns of earlier ones ended. An image is never cut."""
     check_length(session, len(token_ids), room)
+    keep()
     match = session.longest_prefix(token_ids, media)
     node = match.node
     if match.within is not None:
@@ -32,11 +41,13 @@ def continue_tokens(session: Session, token_ids: Sequence[int], media: Sequence[
     return node if node.stop == len(token_ids) else session.append(node, token_ids[node.stop :], media=rest)
 
 
-def continue_chat(session: Session, turns: Sequence[Turn], room: int = 0) -> Node:
+def continue_chat(session: Session, turns: Sequence[Turn], room: int = 0, keep: Keep = _nothing) -> Node:
     """The node that ends with these turns, the last of which ends where the assistant is to speak."""
-    check_length(session, sum(len(turn.token_ids) for turn in turns), room)
-    node = session.root
     *earlier, last = _questions(turns)
+    as_shown = [*(turn.shown for question in earlier for turn in question), *last]
+    check_length(session, sum(len(turn.token_ids) for turn in as_shown), room)
+    keep()
+    node = session.root
     for question in earlier:
         node = _without_thoughts(session, node, question)
     return append_turns(session, node, last)
@@ -70,11 +81,22 @@ def _next(session: Session, node: Node, turn: Turn) -> Node:
     if turn.text is not None:
         known = reply_of(session, node, turn.text)
         if known is not None:
-            return known
+            return _as_said(session, known, turn.text)
         return session.append(node, turn.token_ids, role="assistant", metadata={"text": turn.text})
     ahead = closing(int(node.input_ids(node.stop - 1)[0])) if turn.after_reply else []
     media = [item.with_spans([(start + len(ahead), size) for start, size in item.spans]) for item in turn.media]
     return session.append(node, [*ahead, *turn.token_ids], media=media, role=turn.role)
+
+
+def _as_said(session: Session, reply: Node, text: str) -> Node:
+    """A reply as far as its client saw it: a stop string may have ended the text inside a token."""
+    ids = reply.token_ids.tolist()
+    if decode(ids) == text:
+        return reply
+    whole = next(count for count in range(len(ids), -1, -1) if text.startswith(decode(ids[:count])))
+    rest = encode(text[len(decode(ids[:whole])) :])
+    node = session.truncate(reply, reply.start + whole)
+    return session.append(node, rest, role="assistant") if rest else node
 
 
 def _questions(turns: Sequence[Turn]) -> list[Sequence[Turn]]:
@@ -127,6 +149,7 @@ def continue_response(
     instructions: Sequence[int],
     turns: Sequence[Turn],
     room: int = 0,
+    keep: Keep = _nothing,
 ) -> Node:
     """Behind an earlier response, whose own instructions are not inherited: where these differ, its path gets another beginning.
 
@@ -136,8 +159,10 @@ def continue_response(
     count = sum(len(turn.token_ids) for turn in turns) + len(instructions)
     if before is None:
         check_length(session, count, room)
+        keep()
         node = session.append(session.root, instructions, role="system") if instructions else session.root
     else:
         check_length(session, count + before.stop - len(had), room)
+        keep()
         node = before if had == instructions else session.rewrite(before, [Edit(0, len(had), instructions)])
     return append_turns(session, node, turns)

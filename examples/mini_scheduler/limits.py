@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+
 import attrs
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mini_scheduler.failures import Refused
@@ -11,7 +15,8 @@ from mini_scheduler.failures import Refused
 @attrs.frozen
 class Limits:
     """``body_bytes``: of a request. ``image_bytes``, ``image_pixels``: of one picture, as a file and as its header says.
-    ``timeout``: seconds until a request is given up. ``grace``: seconds that running requests have once the server is to stop."""
+    ``timeout``: seconds until a request is given up, and in which its body has to come. ``grace``: seconds that running requests
+    have once the server is to stop."""
 
     body_bytes: int = 8 * 2**20
     image_bytes: int = 4 * 2**20
@@ -21,29 +26,51 @@ class Limits:
 
 
 class BodyLimit:
-    """Reads the body of each request before the app sees any of it; one that is too large is answered here, with 413."""
+    """Reads the body of each request before the app sees any of it; one that is too large or slow is answered here.
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+    ``check``: is given the ``Authorization`` of a request that has a body, before that is read; raises Refused.
+    """
+
+    def __init__(self, app: ASGIApp, limits: Limits, check: Callable[[str | None], object]) -> None:
         self.app = app
-        self.limit = limit
+        self.limits = limits
+        self.check = check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        body, more = bytearray(), True
+        try:
+            async with asyncio.timeout(self.limits.timeout):
+                body = await self._read(scope, receive)
+        except TimeoutError:
+            refusal = Refused(408, f"the body did not come within {self.limits.timeout:g} seconds", type="timeout", code="timeout")
+        except Refused as refused:
+            refusal = refused
+        else:
+            await self._pass_on(body, scope, receive, send)
+            return
+        await refusal.response()(scope, receive, send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        """None: the client has left. Raises Refused."""
+        body, more, limit = bytearray(), True, self.limits.body_bytes
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
+                return None
             more = message.get("more_body", False)
-            if len(body) > self.limit:
-                refusal = Refused(413, f"a body has {self.limit} bytes at most", type="LimitExceeded", code="body_too_large")
-                await refusal.response()(scope, receive, send)
-                return
-        read: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
-        del body
+            if not body and (more or message.get("body")):
+                self.check(Headers(scope=scope).get("authorization"))
+            body += message.get("body", b"")
+            if len(body) > limit:
+                raise Refused(413, f"a body has {limit} bytes at most", type="LimitExceeded", code="body_too_large")
+        return bytes(body)
+
+    async def _pass_on(self, body: bytes | None, scope: Scope, receive: Receive, send: Send) -> None:
+        if body is None:
+            return
+        read: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
             return read.pop() if read else await receive()

@@ -1,7 +1,8 @@
 """Uploads: base64 or a data URL, to a picture's identity, grid and pixels. Nothing is fetched, and nothing large is unpacked.
 
 The header is read first: a file that claims more pixels than are allowed is refused before any is decoded. What the image
-processor made is kept in the store by identity; the same upload of the same tenant is not processed again.
+processor made goes to the store, by identity, once it is sure that a node will name it; the same upload of the same tenant is not
+processed again. A tenant is part of an identity, so that nobody can find out by the clock what others have sent.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import base64
 import binascii
 import hashlib
 import io
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from PIL import Image
+import attrs
+from PIL import Image, ImageOps
 from qwen_reference import MERGE
 from transformers import Qwen2VLImageProcessorPil
 
@@ -30,8 +34,20 @@ _ASPECT: Final = 100  # the processor refuses 200, and scales sides to whole pat
 _REMEMBERED: Final = 256  # uploads
 
 
+@attrs.frozen(eq=False)
+class Uploads:
+    """The pictures of a request. ``items``: in order, in compact form: one placeholder, at 0. ``new``: pixels the store lacks."""
+
+    items: tuple[MediaItem, ...] = ()
+    new: tuple[tuple[MediaItem, Any], ...] = ()
+
+    def keep(self, store: SessionStore) -> None:
+        for item, pixels in self.new:
+            store.put_features(item, {"pixel_values": pixels})
+
+
 class Pictures:
-    """Makes media items of uploads, on any thread. ``taken``: whether the model takes pictures at all."""
+    """Makes media items of uploads, on ``threads`` of its own. ``taken``: whether the model takes pictures at all."""
 
     def __init__(self, limits: Limits, *, taken: bool) -> None:
         self._limits = limits
@@ -40,26 +56,31 @@ class Pictures:
         size = {"shortest_edge": 4 * side**2, "longest_edge": MAX_TOKENS * side**2}  # areas, whatever they are called
         self._processor: Any = Qwen2VLImageProcessorPil(merge_size=MERGE, patch_size=_PATCH, size=size)
         self._seen: OrderedDict[tuple[str, bytes], MediaItem] = OrderedDict()
+        self._lock = threading.Lock()
+        self.threads = ThreadPoolExecutor(2, "pictures")  # those of the store are for what others wait for
 
-    def take(self, store: SessionStore, tenant: str, uploads: Sequence[str]) -> list[MediaItem]:
-        """An item for each upload, in compact form: one placeholder, at 0. Its pixels are in the store then. Raises Refused."""
+    def take(self, store: SessionStore, tenant: str, uploads: Sequence[str]) -> Uploads:
+        """An item for each upload. Raises Refused."""
         if uploads and not self._taken:
             raise Refused(400, "this model takes no pictures", code="no_images")
-        return [self._item(store, tenant, upload) for upload in uploads]
+        found = [self._item(store, tenant, upload) for upload in uploads]
+        return Uploads(tuple(item for item, _ in found), tuple((item, pixels) for item, pixels in found if pixels is not None))
 
-    def _item(self, store: SessionStore, tenant: str, upload: str) -> MediaItem:
+    def _item(self, store: SessionStore, tenant: str, upload: str) -> tuple[MediaItem, Any]:
         data = uploaded(upload, self._limits.image_bytes)
         key = tenant, hashlib.sha256(data).digest()  # by tenant: how long it takes tells nobody what others sent
-        item = self._seen.pop(key, None)
+        pixels = None
+        with self._lock:
+            item = self._seen.pop(key, None)
         if item is None or store.get_features(item) is None:
             pixels, grid = self._process(opened(data, self._limits.image_pixels))
-            identity = media_identity("image", pixels, options={"merge_size": MERGE})
+            identity = media_identity("image", pixels, options={"merge_size": MERGE, "grid_thw": grid, "tenant": tenant})
             item = MediaItem("image", identity, [(0, 1)], grid_thw=grid)
-            store.put_features(item, {"pixel_values": pixels})
-        self._seen[key] = item
-        while len(self._seen) > _REMEMBERED:
-            self._seen.popitem(last=False)
-        return item
+        with self._lock:
+            self._seen[key] = item
+            while len(self._seen) > _REMEMBERED:
+                self._seen.popitem(last=False)
+        return item, pixels
 
     def _process(self, picture: Image.Image) -> tuple[Any, list[int]]:
         features = self._processor(images=[picture], return_tensors="np")
@@ -97,7 +118,7 @@ def opened(data: bytes, most_pixels: int) -> Image.Image:
                 raise too_large
             if max(width, height) > _ASPECT * min(width, height):
                 raise Refused(400, f"a picture of {width} × {height} is too narrow", code="invalid_image")
-            return picture.convert("RGB")
+            return ImageOps.exif_transpose(picture).convert("RGB")
     except Refused:
         raise
     except Image.DecompressionBombError:

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
 
 from mini_scheduler import schemas
-from mini_scheduler.chat import Turn, from_items, render
 from mini_scheduler.failures import Refused
 from mini_scheduler.generations import Answer, Generation
 from mini_scheduler.requests import Sampling
@@ -31,10 +30,6 @@ def sampling_of(body: schemas.CreateResponse) -> Sampling:
 def instruction_ids(instructions: str | None) -> list[int]:
     """The tokens that a response's path begins with."""
     return [] if not instructions else [IM_START, *encode(f"system\n{instructions}"), IM_END, *encode("\n")]
-
-
-def turns_of(body: schemas.CreateResponse, pictures: Sequence[MediaItem]) -> list[Turn]:
-    return render(from_items(body.input, pictures), after_reply=body.previous_response_id is not None)
 
 
 def kept(body: schemas.CreateResponse, pictures: Sequence[MediaItem], sampling: Sampling) -> dict[str, Any]:

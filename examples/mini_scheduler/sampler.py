@@ -30,7 +30,8 @@ def _pick(row: torch.Tensor, request: Request) -> int:
 def _draw(row: torch.Tensor, request: Request) -> int:
     """By the inverse of the cumulative distribution, so that one number decides."""
     sampling = request.sampling
-    ordered, ids = torch.sort(row.double() / sampling.temperature, descending=True, stable=True)
+    below = row.double() - row.max()  # so that the smallest temperature leaves the likeliest as it is
+    ordered, ids = torch.sort(below / sampling.temperature, descending=True, stable=True)
     chances = torch.softmax(ordered, 0)
     if sampling.top_k > 0:
         chances[sampling.top_k :] = 0

@@ -142,8 +142,12 @@ class Scheduler:
         """
         while self.waiting and len(self.running) < self._max_running:
             request = self.waiting[0]
-            if not self._find_prefix(request):
-                return
+            try:
+                if not self._find_prefix(request):
+                    return
+            except SessionTreeError as error:
+                self._end(request, "error", error)
+                continue
             self.waiting.popleft()
             self.running.append(request)
 
@@ -283,7 +287,7 @@ class Scheduler:
             request = requests[span.request]
             try:
                 rows = self.encoder.rows(span.item, request.salt)
-            except NeedsMedia as error:
+            except SessionTreeError as error:  # it is not held, or damaged, or cannot be read: that is this request's alone
                 return request, "error", error
             pictures.append((span.start, span.stop, rows[span.first_row : span.first_row + span.stop - span.start]))
         return None
@@ -379,8 +383,8 @@ class Scheduler:
         _tell(request, Output((), "", finish, error=error, reason=reason, cached_tokens=request.cached_tokens or 0))
 
     def fail(self, error: SessionTreeError) -> None:
-        """End all that runs: a step of theirs failed, and nobody can say what it has done."""
-        for request in list(self.running):
+        """End all that a step may have touched, those that run and the one that was to: nobody can say what it has done."""
+        for request in (*self.running, *list(self.waiting)[:1]):
             self._end(request, "error", error)
 
     def _timed(self) -> _SessionTime:

@@ -157,7 +157,7 @@ class AssistantMessage(Body):
 class ToolMessage(Body):
     role: Literal["tool"]
     content: Texts
-    tool_call_id: Text
+    tool_call_id: ItemId
 
 
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
@@ -234,14 +234,14 @@ class MessageItem(Item):
 
 class FunctionCall(Item):
     type: Literal["function_call"]
-    call_id: Text
+    call_id: ItemId
     name: Text
     arguments: Text
 
 
 class FunctionCallOutput(Item):
     type: Literal["function_call_output"]
-    call_id: Text
+    call_id: ItemId
     output: Text
 
 
@@ -288,3 +288,4 @@ class CreateResponse(Ignored):
     top_p: Number | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
+    cache_salt: Salt | None = None

@@ -44,7 +44,9 @@ _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
         401: "no tenant's key",
         404: "nothing of this name",
         409: "taken, or moved",
+        408: "the body did not come",
         413: "too large",
+        415: "no JSON",
         422: "not of this shape",
         429: "too many requests wait",
         503: "the store or the engine cannot go on",
@@ -203,10 +205,12 @@ async def _no_route(_: Request, error: Exception) -> Response:
     return response
 
 
-async def _other_shape(_: Request, error: Exception) -> Response:
+async def _other_shape(request: Request, error: Exception) -> Response:
     """Says which fields, and never what stood in them."""
     assert isinstance(error, RequestValidationError)
     found = error.errors()
+    if not request.headers.get("content-type", "").partition(";")[0].strip().endswith("json") and found[0]["loc"] == ("body",):
+        return Refused(415, "the body is JSON: send Content-Type: application/json", code="no_json").response()
     if any(each["type"] == "json_invalid" for each in found):
         return Refused(400, "the body is no JSON", code="invalid_json").response()
     fields = [".".join(str(step)[:64] for step in each["loc"][1:]) or "body" for each in found]
@@ -228,7 +232,7 @@ def make_app(config: Config) -> FastAPI:
 
     app = FastAPI(title="mini_scheduler", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(router)
-    app.add_middleware(BodyLimit, limit=config.limits.body_bytes)
+    app.add_middleware(BodyLimit, limits=config.limits, check=config.tenants.name)
     for kind, handler in (
         (Refused, _refused),
         (SessionTreeError, _failed),

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -21,12 +22,12 @@ from mini_scheduler.figures import Figures
 from mini_scheduler.generations import Answer, Generations, Wish
 from mini_scheduler.limits import Limits
 from mini_scheduler.model import Model, load_model
-from mini_scheduler.pictures import Pictures
-from mini_scheduler.sessions import Sessions, session_store_id
+from mini_scheduler.pictures import Pictures, Uploads
+from mini_scheduler.sessions import Sessions, refuse_taken, session_store_id
 from mini_scheduler.tenants import Tenants, salt_of
 from mini_scheduler.text import encode
 from mini_scheduler.upkeep import keep_up
-from sessiontree import LimitExceeded, MediaItem, Node, Session, SessionStore, UnknownHead, UnknownNode
+from sessiontree import LimitExceeded, Node, Session, SessionStore, UnknownHead, UnknownNode
 from sessiontree.aio import AsyncStore
 
 _logger = logging.getLogger("mini_scheduler")
@@ -57,6 +58,7 @@ class Service:
     pictures: Pictures
     figures: Figures
     max_tokens: int
+    uploading: Mapping[str, asyncio.Lock] = attrs.Factory(lambda: defaultdict(asyncio.Lock))  # by tenant
 
     # Requests
 
@@ -65,30 +67,38 @@ class Service:
         rids, given = self._rids(body)
         wish = Wish(sampling, salt_of(tenant, body.cache_salt), again=given, head=given)
         self._check_text(len(body.text or ""))
-        pictures = await self._pictures(tenant, native.uploads_of(body))
-        token_ids, media = await asyncio.to_thread(native.prompt_of, body, pictures, self.model.vocab_size)
+        self.engine.check_room(len(rids))
+        uploads = await self._uploads(tenant, native.uploads_of(body))
+        token_ids, media = await asyncio.to_thread(native.prompt_of, body, uploads.items, self.model.vocab_size)
+        keep = partial(uploads.keep, self.store.store)
         params = body.session_params
         if params is None:
             if not token_ids:
                 raise Refused(400, "a prompt has at least one token", type="OutOfRange", param="input_ids")
-            place = partial(history.continue_tokens, token_ids=token_ids, media=media, room=sampling.max_new_tokens)
+
+            def place(session: Session) -> Node:
+                refuse_taken(session, rids, token_ids)
+                return history.continue_tokens(session, token_ids, media, sampling.max_new_tokens, keep)
+
             return await self._without_session(tenant, place, wish.for_each(rids))
         wish = attrs.evolve(wish, head=True)
         async with self.sessions.using(session_store_id(tenant, params.id)) as live:
             wishes = wish.for_each(rids)
-            return await self.sessions.generate(live, params.model_dump(exclude={"id"}), token_ids, media, wishes)
+            return await self.sessions.generate(live, params.model_dump(exclude={"id"}), token_ids, media, wishes, keep)
 
     async def complete(self, tenant: str, body: schemas.ChatCompletion) -> tuple[str, Answer]:
         self._check_model(body.model)
         wish = Wish(completions.sampling_of(body), salt_of(tenant, body.cache_salt), head=False)
-        pictures = await self._pictures(tenant, chat.uploads_of(body))
-        said = chat.from_messages(body.messages, pictures)
+        self.engine.check_room(body.n or 1)
+        uploads = await self._uploads(tenant, chat.uploads_of(body))
+        said = await asyncio.to_thread(chat.from_messages, body.messages, uploads.items)
         self._check_text(sum(len(each.text) for each in said))
         completion_id = f"chatcmpl-{uuid.uuid4().hex}"
         rids = [completion_id] if body.n in (None, 1) else [f"{completion_id}-{index}" for index in range(body.n or 0)]
 
         def place(session: Session) -> Node:
-            return history.continue_chat(session, chat.render(said), wish.sampling.max_new_tokens)
+            keep = partial(uploads.keep, self.store.store)
+            return history.continue_chat(session, chat.render(said), wish.sampling.max_new_tokens, keep)
 
         return completion_id, await self._without_session(tenant, place, wish.for_each(rids))
 
@@ -96,9 +106,11 @@ class Service:
         """Its id, what is remembered of its request, and the reply."""
         self._check_model(body.model)
         sampling = responses.sampling_of(body)
-        pictures = await self._pictures(tenant, chat.uploads_of(body))
-        asked = responses.kept(body, pictures, sampling)
-        self._check_text(len(body.instructions or "") + sum(len(each.text) for each in chat.from_items(body.input, pictures)))
+        self.engine.check_room(1)
+        uploads = await self._uploads(tenant, chat.uploads_of(body))
+        said = await asyncio.to_thread(chat.from_items, body.input, uploads.items)
+        self._check_text(len(body.instructions or "") + sum(len(each.text) for each in said))
+        asked = await asyncio.to_thread(responses.kept, body, uploads.items, sampling)
         before, had = None, list[int]()
         if body.previous_response_id is not None:
             before = await self.stored_response(tenant, body.previous_response_id)
@@ -106,11 +118,13 @@ class Service:
 
         def place(session: Session) -> Node:
             wanted = responses.instruction_ids(body.instructions)
-            turns = responses.turns_of(body, pictures)
-            return history.continue_response(session, before, had, wanted, turns, sampling.max_new_tokens)
+            turns = chat.render(said, after_reply=before is not None)
+            keep = partial(uploads.keep, self.store.store)
+            return history.continue_response(session, before, had, wanted, turns, sampling.max_new_tokens, keep)
 
         response_id = f"resp_{uuid.uuid4().hex}"
-        wish = Wish(sampling, metadata={responses.KEPT: asked} if body.store is not False else {}, head=body.store is not False)
+        metadata = {responses.KEPT: asked} if body.store is not False else {}
+        wish = Wish(sampling, salt_of(tenant, body.cache_salt), metadata=metadata, head=body.store is not False)
         return response_id, asked, await self._without_session(tenant, place, {response_id: wish})
 
     async def stored_response(self, tenant: str, response_id: str) -> Node:
@@ -156,11 +170,16 @@ class Service:
             most = self.max_tokens
             raise LimitExceeded(f"{count} characters are more than the {most} tokens of a prompt", value=count, limit=most)
 
-    async def _pictures(self, tenant: str, uploads: Sequence[str]) -> list[MediaItem]:
+    async def _uploads(self, tenant: str, uploads: Sequence[str]) -> Uploads:
+        """One request of a tenant at a time, so that the pictures of others are not behind many of one's."""
         if len(uploads) > schemas.MAX_IMAGES:
             what = f"{len(uploads)} pictures; a request has {schemas.MAX_IMAGES} at most"
             raise Refused(413, what, type="LimitExceeded", code="too_many_images")
-        return await self.store.run(self.pictures.take, tenant, uploads) if uploads else []
+        if not uploads:
+            return Uploads()
+        async with self.uploading[tenant]:
+            loop, pictures = asyncio.get_running_loop(), self.pictures
+            return await loop.run_in_executor(pictures.threads, pictures.take, self.store.store, tenant, uploads)
 
     async def healthy(self) -> bool:
         """Whether the engine's thread lives and the store takes writes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -17,11 +17,12 @@ import attrs
 
 from engine_bridge.adapters.sglang_params import Context, Continuation, continuation
 from mini_scheduler.generations import TIP, Answer, Generations, Live, Wish
-from mini_scheduler.history import check_length
+from mini_scheduler.history import Keep, check_length
 from mini_scheduler.model import Model
 from mini_scheduler.tenants import namespace_of
 from sessiontree import (
     MediaItem,
+    NameTaken,
     Node,
     OutOfRange,
     Session,
@@ -126,9 +127,9 @@ class Sessions:
         now = time.monotonic()
         for store_id, (timeout, since) in list(self._idle.items()):
             if now - since >= timeout and store_id not in self._lives:
-                self._idle.pop(store_id, None)
                 with suppress(UnknownSession):
                     await self.close(store_id)
+                self._idle.pop(store_id, None)
 
     async def fork(self, tenant: str, session_id: str, rid: str | None, new_id: str | None) -> tuple[str, str | None, int]:
         """A session that holds the path of a reply, and knows the rids on it: (its id, the reply's rid, its tokens).
@@ -157,6 +158,7 @@ class Sessions:
         token_ids: Sequence[int],
         media: Sequence[MediaItem],
         wishes: Mapping[str, Wish],
+        keep: Keep,
     ) -> Answer:
         """The replies to a turn of a session, where its ``session_params`` say."""
         async with live.lock:
@@ -167,9 +169,9 @@ class Sessions:
                 raise Unsupported("a streaming session has one reply to a turn")
             prompts = {rid: generation.prompt for rid, generation in live.running.items()}
             room = max(wish.sampling.max_new_tokens for wish in wishes.values())
-            place = await live.session.run(_placed, params, prompts, tuple(wishes), token_ids, media, room)
+            place = await live.session.run(_placed, params, prompts, tuple(wishes), token_ids, media, room, keep)
             made = {rid: attrs.evolve(wish, metadata={**wish.metadata, **place.remembered}) for rid, wish in wishes.items()}
-            return await self._generations.start(live, place.prompt, made, partial(_make_way, live, place.where))
+            return await self._generations.start(live, place.prompt, made, partial(_make_way, live, place.where, frozenset(wishes)))
 
     def abort(self, tenant: str, rid: str | None, *, everything: bool) -> None:
         """Abort a tenant's requests of this rid, wherever they run, or all that it has."""
@@ -187,12 +189,12 @@ def session_store_id(tenant: str, session_id: str) -> str:
     return f"{tenant}/session/{session_id}"
 
 
-async def _make_way(live: Live, where: Continuation) -> None:
-    """Abort what a request replaces, and wait for that; forget all that came before where it begins anew."""
+async def _make_way(live: Live, where: Continuation, rids: Set[str]) -> None:
+    """Abort what the requests of these ``rids`` replace, and wait for that; forget all that came before where they begin anew."""
     await _aborted(live, where.aborts, "replaced by another request")
     if where.forgets:
         for name in list(live.session.session.heads):
-            if name != TIP:
+            if name != TIP and name not in rids:
                 await live.session.drop_head(name)
 
 
@@ -221,6 +223,7 @@ def _placed(
     token_ids: Sequence[int],
     media: Sequence[MediaItem],
     room: int,
+    keep: Keep,
 ) -> _Place:
     """``running``: the prompts of what runs. ``rids``: those of the request; one that has a reply goes on where that one did."""
     at_tip, tip = _at(session, TIP), None
@@ -241,6 +244,8 @@ def _placed(
     node = session.root
     if where.rid is not None:
         node = session.truncate(running.get(where.rid) or session.head(where.rid).node, where.length)
+    refuse_taken(session, rids, [*node.input_ids().tolist(), *token_ids])
+    keep()
     prompt = session.append(node, token_ids, media=media)
     return _Place(where, prompt, {_PARENT: where.rid} | ({TIP: tip} if at_tip is not None else {}))
 
@@ -252,7 +257,17 @@ def _at(session: Session, name: str) -> Node | None:
         return None
 
 
+def refuse_taken(session: Session, rids: Iterable[str], prompt: Sequence[int]) -> None:
+    """Before anything is appended: raises NameTaken where a rid is that of a reply to something else than this prompt."""
+    for rid in rids:
+        known = _at(session, rid)
+        if known is not None and (known.start != len(prompt) or known.input_ids(0, known.start).tolist() != list(prompt)):
+            raise NameTaken(f"rid {rid!r} is that of another request", name=rid, actual=None)
+
+
 def _forked_at(session: Session, rid: str | None) -> Node:
+    if rid == TIP:
+        raise UnknownHead(f"{TIP!r} is no rid", name=rid)
     if rid is not None:
         return session.head(rid).node
     if TIP in session.heads:

@@ -51,8 +51,8 @@ class Tenants:
         return name
 
     def check_admin(self, authorization: str | None) -> None:
-        """Raises Refused, 401, where there are keys and this is not the admin's."""
-        if self._names and (self._admin is None or _digest(_bearer(authorization)) != self._admin):
+        """Raises Refused, 401, where there are keys, of tenants or of an admin, and this is not the admin's."""
+        if (self._names or self._admin is not None) and _digest(_bearer(authorization)) != self._admin:
             raise Refused(401, "this needs the admin key", type="authentication_error", code="invalid_api_key")
 
 

@@ -25,7 +25,7 @@ async def keep_up(store: AsyncStore, sessions: Sessions, *, every: float = 1.0, 
             if time.monotonic() - collected >= collect_every:
                 await store.gc(recent=RECENT)
                 collected, said = time.monotonic(), ""
-        except SessionTreeError as error:  # health says so too
+        except Exception as error:  # it goes on; what is the store's, health says too
             if str(error) != said:
-                _logger.error("upkeep: %s", error)
+                _logger.error("upkeep: %s", error, exc_info=not isinstance(error, SessionTreeError))
             said = str(error)

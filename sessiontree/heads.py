@@ -245,7 +245,7 @@ def moves_between(before: Heads, first: int, after: Heads, last: int) -> list[Mo
     ``first``, ``last``: how many moves there were before, and are. O(what came) for ``after`` that was made of ``before``, unless
     there are few or they were merged in between; else O(heads).
     """
-    if type(before) is HeadMap and type(after) is HeadMap and before.line is after.line and first >= after.since:
+    if type(before) is HeadMap and type(after) is HeadMap and before.line is after.line and after.since <= first <= last:
         moves = [move for move in after.newest(first) if type(move[1]) is not Dropped or move[0] in before]
         return moves[::-1]
     old, new = _plain(before), _plain(after)

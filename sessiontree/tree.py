@@ -376,7 +376,7 @@ class SessionTree(Sealed):
     def _after_move(self, name: str, change: Head | Dropped) -> SessionTree:
         return _value(self._index, self._count, moved(self._heads, self._moves, name, change), change.version, self._writes)
 
-    def _with_heads(self, heads: dict[str, Head], moves: int) -> SessionTree:
+    def _with_heads(self, heads: dict[str, Any], moves: int) -> SessionTree:
         return _value(self._index, self._count, heads_of(heads, moves), moves, self._writes)
 
     def _moves_since(self, before: SessionTree) -> list[Move]:

@@ -757,7 +757,7 @@ def _moved(
             kept.append((name, there.node.id, node_id))
             continue
         moves = max(version, tree._moves + 1)  # so that none comes twice
-        tree = tree._with_heads({**tree._heads, name: Head(node, moves)}, moves)
+        tree = tree._after_move(name, Head(node, moves))
         count += 1
     return tree, (count, kept)
 

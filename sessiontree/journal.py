@@ -32,6 +32,7 @@ from sessiontree.details import Details
 from sessiontree.digest import ID_BYTES
 from sessiontree.errors import CorruptTree, IncompatibleStore, SessionTreeError, StoreFailed, Unsupported
 from sessiontree.features import FeatureStore
+from sessiontree.heads import Dropped
 from sessiontree.index import NodeIndex
 from sessiontree.locks import new_lock
 from sessiontree.memory import HeldNodes
@@ -1125,16 +1126,10 @@ class Journal:
 
     def _head_records(self, number: int, before: SessionTree, after: SessionTree) -> list[codec.HeadRecord]:
         """What to record of the heads that were moved or dropped."""
-        records, stay = [], 0
-        for name, head in after._heads.items():
-            was = before._heads.get(name)
-            stay += was is not None
-            if was is not head:
-                at = after._index.find_ordinal(head.node, after._count)
-                records.append(codec.HeadRecord(number, name, at, head.version))
-        if stay < len(before._heads):
-            dropped = (name for name in before._heads if name not in after._heads)
-            records += [codec.HeadRecord(number, name, None, after._moves) for name in dropped]
+        records = []
+        for name, head in after._moves_since(before):
+            at = None if isinstance(head, Dropped) else after._index.find_ordinal(head.node, after._count)
+            records.append(codec.HeadRecord(number, name, at, head.version))
         return records
 
     def _node_records(self, number: int, tree: SessionTree, first: int) -> list[bytes]:

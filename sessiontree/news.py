@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from sessiontree.draft import Draft
 from sessiontree.errors import SessionTreeError
 from sessiontree.events import Batch, Event, Fields, Kind, lost
-from sessiontree.heads import Head
+from sessiontree.heads import Dropped, Head
 from sessiontree.node import Node
 from sessiontree.query import lowest_common_ancestor
 from sessiontree.stored import StoredHead, StoredIndex
@@ -130,26 +130,15 @@ def _moved(
     """Of heads that are elsewhere, and of the branches that they have left."""
     if after._heads is before._heads:
         return []
-    moved = list(_elsewhere(before, after))
+    moved = after._moves_since(before)
     events: list[Fields] = []
     for name, head in moved if "head_moved" in wanted else ():
-        node_id = None if head is None else _id_of(head)
-        version = after._moves if head is None else head.version
-        events.append(Event("head_moved", session_id, incarnation, node_id, head=name, version=version))
+        node_id = None if isinstance(head, Dropped) else _id_of(head)
+        events.append(Event("head_moved", session_id, incarnation, node_id, head=name, version=head.version))
     if "branch_ended" in wanted:
         left = [before._heads[name] for name, _ in moved if name in before._heads]
         events += ended(session_id, incarnation, after, left, drafts)
     return events
-
-
-def _elsewhere(before: SessionTree, after: SessionTree) -> Iterator[tuple[str, Head | StoredHead | None]]:
-    """Heads that are elsewhere, in the order they went there; None: dropped."""
-    heads = [(head.version, name, head) for name, head in after._heads.items()]
-    for version, name, head in sorted(heads, key=lambda each: each[0]):
-        was = before._heads.get(name)
-        if was is None or was.version != version:
-            yield name, head
-    yield from ((name, None) for name in before._heads if name not in after._heads)
 
 
 def _id_of(head: Head | StoredHead) -> bytes:

@@ -42,7 +42,7 @@ from sessiontree.errors import (
 from sessiontree.events import Batch, Feed
 from sessiontree.frozen import EMPTY_METADATA, checked_text, freeze_metadata
 from sessiontree.handover import Parcel, packed, unpacked
-from sessiontree.heads import Head, HeadNodes
+from sessiontree.heads import Head, HeadNodes, heads_bytes
 from sessiontree.index import NodeIndex
 from sessiontree.journal import Journal, Overtaken, WriteLost
 from sessiontree.locks import new_lock
@@ -66,7 +66,6 @@ Tell = Callable[[str, int, SessionTree, SessionTree, frozenset[str], news.Drafts
 #: What a session takes beside its nodes and what finds them: measured, as everything that is made with one.
 SESSION_BYTES: Final = 4_140
 _ROOT_BYTES: Final = 1_200
-_HEAD_BYTES: Final = 64
 
 
 class Home(Protocol):
@@ -198,8 +197,8 @@ class Session:
 
     @property
     def heads(self) -> PMap[str, Node]:
-        """Named nodes; a copy each time. Of a session on disk, each is read when it is asked for by name."""
-        return HeadNodes(dict(self._tree.heads))
+        """Named nodes as they are now. O(1), however many; of a session on disk, each is read when it is asked for by name."""
+        return HeadNodes(self._tree._heads)
 
     def head(self, name: str) -> Head:
         """A head with its version. Raises UnknownHead."""
@@ -1038,7 +1037,7 @@ class Session:
         heads = self._tree._heads
         total = SESSION_BYTES + getsizeof(self._id) + getsizeof(self._pins)
         if heads:
-            total += getsizeof(heads) + sum(_HEAD_BYTES + getsizeof(name) for name in heads)
+            total += heads_bytes(heads)
         for tree in (self._written, self._tree):
             index: NodeIndex | None = tree._index
             while index is not None:

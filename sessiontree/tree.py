@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import attrs
 from numpy.typing import ArrayLike
-from pyrsistent import PMap, pmap
+from pyrsistent import PMap
 
 from sessiontree import query, render
 from sessiontree.details import NO_DETAILS, Details
@@ -33,7 +33,7 @@ from sessiontree.errors import (
 )
 from sessiontree.features import FeatureStore
 from sessiontree.frozen import Sealed, checked_text, freeze_metadata, no_subclasses, seal
-from sessiontree.heads import Head, handed_head, new_head
+from sessiontree.heads import Dropped, Head, Heads, HeadsByName, Move, handed_head, heads_of, moved, moves_between, new_head
 from sessiontree.index import Limits, NodeIndex, slot_of
 from sessiontree.media import MediaItem, placements
 from sessiontree.node import Lineage, Namespace, Node, make_child, make_root
@@ -71,7 +71,7 @@ class SessionTree(Sealed):
 
     _index: NodeIndex
     _count: int
-    _heads: Mapping[str, Head | StoredHead]  # copied for each move: a few names in a plain dict cost less than any other map
+    _heads: Heads
     _moves: int
     _writes: bool  # whether it may add to its index while it is the newest value of it
 
@@ -108,8 +108,8 @@ class SessionTree(Sealed):
 
     @property
     def heads(self) -> PMap[str, Head]:
-        """Named places; a copy each time."""
-        return pmap({name: handed_head(head) for name, head in self._heads.items()}, pre_size=8)
+        """Named places. O(1), however many there are; one that lies on disk is read when it is asked for its node."""
+        return HeadsByName(self._heads)
 
     def __len__(self) -> int:
         return self._count - self._index.bottom.missing
@@ -346,7 +346,8 @@ class SessionTree(Sealed):
         name = self._check_head(name, expected)
         moves = self._moves + 1
         head = new_head(self._resolve(node), moves)
-        return self._with_heads({**self._heads, name: head}, moves), head
+        heads = moved(self._heads, self._moves, name, head)
+        return _value(self._index, self._count, heads, moves, self._writes), head
 
     def _check_head(self, name: str, expected: Head | Node | bytes | None) -> str:
         if type(name) is not str or not name.isascii():
@@ -370,11 +371,17 @@ class SessionTree(Sealed):
     def drop_head(self, name: str) -> SessionTree:
         """The tree without this head. Raises UnknownHead."""
         self.head(name)
-        heads = {other: head for other, head in self._heads.items() if other != name}
-        return self._with_heads(heads, self._moves + 1)
+        return self._after_move(name, Dropped(self._moves + 1))
 
-    def _with_heads(self, heads: Mapping[str, Head | StoredHead], moves: int) -> SessionTree:
-        return _value(self._index, self._count, heads, moves, self._writes)
+    def _after_move(self, name: str, change: Head | Dropped) -> SessionTree:
+        return _value(self._index, self._count, moved(self._heads, self._moves, name, change), change.version, self._writes)
+
+    def _with_heads(self, heads: dict[str, Any], moves: int) -> SessionTree:
+        return _value(self._index, self._count, heads_of(heads, moves), moves, self._writes)
+
+    def _moves_since(self, before: SessionTree) -> list[Move]:
+        """Where heads went since an earlier value of the same session, in the order in which they did."""
+        return moves_between(before._heads, before._moves, self._heads, self._moves)
 
     def drop(self, *nodes: Node | bytes) -> SessionTree:
         """The tree without these nodes and all below them. O(all nodes).
@@ -590,12 +597,12 @@ _set_moves = _SET["_moves"]
 _set_writes = _SET["_writes"]
 
 
-def stored_tree(index: NodeIndex, count: int, heads: Mapping[str, StoredHead], moves: int) -> SessionTree:
+def stored_tree(index: NodeIndex, count: int, heads: dict[str, StoredHead], moves: int) -> SessionTree:
     """The tree of a session that was opened again; ``index`` is its own to write to."""
-    return _value(index, count, heads, moves, True)
+    return _value(index, count, heads_of(heads, moves), moves, True)
 
 
-def _value(index: NodeIndex, count: int, heads: Mapping[str, Head | StoredHead], moves: int, writes: bool) -> SessionTree:
+def _value(index: NodeIndex, count: int, heads: Heads, moves: int, writes: bool) -> SessionTree:
     tree: SessionTree = _new(SessionTree)
     _set_index(tree, index)
     _set_count(tree, count)

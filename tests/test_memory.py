@@ -138,6 +138,17 @@ def children_and_heads(store: SessionStore) -> None:
         session.children(leaf)
 
 
+def many_heads(store: SessionStore) -> None:
+    session = store.create("many heads", scheme="text@hf5")
+    nodes = [session.append(session.root, [number]) for number in range(50)]
+    for number in range(4 * SIZE):
+        session.set_head(f"head {number}", nodes[number % 50])
+    for number in range(0, 4 * SIZE, 3):
+        session.set_head(f"head {number}", nodes[0])
+    for number in range(0, 4 * SIZE, 4):
+        session.drop_head(f"head {number}")
+
+
 def prefixes(store: SessionStore) -> None:
     session = store.create("prefixes", scheme="text@hf5")
     for number in range(SIZE // 2):
@@ -146,7 +157,7 @@ def prefixes(store: SessionStore) -> None:
     session.longest_prefix([1, 2, 3])
 
 
-BUILDERS = [chains, long_turns, short_sessions, wide, images, metadata, keys, children_and_heads, prefixes]
+BUILDERS = [chains, long_turns, short_sessions, wide, images, metadata, keys, children_and_heads, many_heads, prefixes]
 
 
 def within(counted: int, held: int, share: float = 0.05) -> bool:

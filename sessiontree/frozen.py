@@ -235,7 +235,7 @@ def handed_out(value: Any) -> Any:
         return frozen_array(value)
     if isinstance(value, PMap):
         # With a size given, pyrsistent makes a map even where it would otherwise share its one empty map.
-        return pmap({key: handed_out(entry) for key, entry in value.items()}, pre_size=8)
+        return pmap({key: handed_out(entry) for key, entry in value.items()}, pre_size=2 * len(value) + 8)
     if type(value) is tuple:
         return tuple(map(handed_out, value))
     if isinstance(value, frozenset):

@@ -142,6 +142,23 @@ def test_a_reply_is_known_only_where_it_was_generated() -> None:
     assert [node.origin for node in other_words.path()[1:]] == ["input"] * 3
 
 
+@pytest.mark.parametrize("seen", ["A PyOb", "A Py", "A", "", "A PyObject"])
+def test_what_a_stop_string_cut_off_inside_a_token_was_never_said(seen: str) -> None:
+    """What is history is what the client saw: tokens as they were generated as far as they go, then the rest of its text."""
+    tree = session()
+    prompt = ask(tree, ("user", "What is it?"))
+    ids = [*encode("A"), *encode(" PyObject")]
+    reply = answer(tree, prompt, ids, text=seen)
+    onward = ask(tree, ("user", "What is it?"), ("assistant", seen), ("user", "Go on."))
+    before, after = "<|im_start|>assistant\n", "<|im_end|>\n<|im_start|>user\nGo on."
+    assert f"{before}{seen}{after}" in spelled(onward)
+    shared = len(ids) if seen == "A PyObject" else 1 if seen else 0
+    assert onward.input_ids(prompt.stop, prompt.stop + shared).tolist() == ids[:shared]
+    assert (reply in onward.path()) == (seen == "A PyObject")
+    count = len(tree.tree)
+    assert ask(tree, ("user", "What is it?"), ("assistant", seen), ("user", "Go on.")) == onward and len(tree.tree) == count
+
+
 def test_replies_of_a_whole_conversation_are_known() -> None:
     tree, messages, replies = session(), list[Message](), list[Node]()
     for number in range(6):

@@ -41,6 +41,7 @@ STATUS = {
     "UnknownHead": 404,
     "UnknownNode": 404,
     "StaleSession": 404,
+    "NeedsMedia": 503,
     "StoreFailed": 503,
     "StoreClosed": 503,
     "CorruptTree": 503,
@@ -121,11 +122,34 @@ def posted(*pieces: bytes, headers: dict[str, str] | None = None) -> httpx.Respo
             yield piece
 
     async def post() -> httpx.Response:
-        transport = httpx.ASGITransport(app=BodyLimit(length_of, 100))
+        transport = httpx.ASGITransport(app=BodyLimit(length_of, Limits(body_bytes=100), Tenants({"acme": "key"}).name))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post("/", content=content(), headers=headers)
+            return await client.post("/", content=content(), headers={"Authorization": "Bearer key"} | (headers or {}))
 
     return asyncio.run(post())
+
+
+def test_no_body_is_read_of_somebody_unknown() -> None:
+    assert posted(b"x", headers={"Authorization": "Bearer other"}).status_code == 401
+    assert posted(headers={"Authorization": "Bearer other"}).json() == 0
+
+
+def test_a_body_has_to_come_in_time() -> None:
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    async def scene() -> list[Any]:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+        await BodyLimit(length_of, Limits(timeout=0.01), Tenants().name)(scope, never, send)
+        return sent
+
+    begun, body = asyncio.run(scene())
+    assert begun["status"] == 408 and b"0.01 seconds" in body["body"]
 
 
 def test_a_body_is_counted_while_it_is_read() -> None:
@@ -205,11 +229,13 @@ NOISE = Image.fromarray(np.random.default_rng(1).integers(0, 256, (56, 84, 3), d
 def test_a_picture_is_what_its_pixels_are(kind: str) -> None:
     store, pictures = SessionStore.in_memory(), Pictures(Limits(), taken=True)
     data = file_of(NOISE, kind)
-    (item, same) = pictures.take(store, "acme", [url_of(data), base64.b64encode(data).decode()])
+    taken = pictures.take(store, "acme", [url_of(data), base64.b64encode(data).decode()])
+    item, same = taken.items
     assert item == same and item.grid_thw == (1, 4, 6)
+    taken.keep(store)
     features = store.get_features(item)
     assert features is not None and features["pixel_values"].shape == (24, 1176)
-    (other,) = pictures.take(store, "acme", [url_of(file_of(NOISE.rotate(180), kind))])
+    (other,) = pictures.take(store, "acme", [url_of(file_of(NOISE.rotate(180), kind))]).items
     assert other.identity != item.identity
 
 
@@ -224,12 +250,38 @@ def test_an_upload_is_processed_once_for_each_tenant_and_again_once_it_is_lost(m
 
     monkeypatch.setattr(Pictures, "_process", counted)
     url = url_of(file_of(NOISE))
-    (item,) = pictures.take(store, "acme", [url])
-    assert pictures.take(store, "acme", [url, url]) == [item, item] and len(processed) == 1
-    assert pictures.take(store, "other", [url]) == [item] and len(processed) == 2
+    taken = pictures.take(store, "acme", [url, url])
+    item = taken.items[0]
+    assert taken.items == (item, item) and len(processed) == 1
+    assert store.get_features(item) is None  # nothing is kept of what may yet be refused
+    assert pictures.take(store, "acme", [url]).items == (item,) and len(processed) == 2
+    taken.keep(store)
+    assert pictures.take(store, "acme", [url, url]).items == (item, item) and len(processed) == 2
+    (other,) = pictures.take(store, "other", [url]).items
+    assert other.identity != item.identity and len(processed) == 3  # so that the clock tells nobody who has sent what
     store.drop_features(item)
-    assert pictures.take(store, "acme", [url]) == [item] and len(processed) == 3
+    again = pictures.take(store, "acme", [url])
+    assert again.items == (item,) and len(processed) == 4
+    again.keep(store)
     assert store.get_features(item) is not None
+
+
+def test_a_picture_and_the_same_one_turned_are_two() -> None:
+    """Of one colour their patches are equal; only the grid tells them apart."""
+    store, pictures = SessionStore.in_memory(), Pictures(Limits(), taken=True)
+    urls = [url_of(file_of(Image.new("RGB", size, "crimson"))) for size in ((112, 168), (168, 112))]
+    taken = pictures.take(store, "acme", urls)
+    (one, first), (other, second) = taken.new
+    assert np.array_equal(first, second) and one.grid_thw != other.grid_thw
+    assert one.identity != other.identity
+
+
+def test_a_picture_is_turned_as_its_file_says() -> None:
+    file = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be shown turned by 90 degrees
+    NOISE.save(file, "JPEG", exif=exif)
+    assert opened(file.getvalue(), 1_000_000).size == NOISE.size[::-1]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from mini_scheduler.encoder import EncoderCache
-from mini_scheduler.engine import Engine, QueueFull
+from mini_scheduler.engine import Engine, EngineFault, QueueFull
 from mini_scheduler.model import MODELS, ROWS, Model, PagedBatch, load_model
 from mini_scheduler.pages import PagePool
 from mini_scheduler.requests import Output, Request, Sampling
@@ -27,6 +27,7 @@ from qwen_reference import TEXT, VOCABULARY, Picture, Turn, landscape, picture, 
 
 from engine_bridge import page_hashes
 from sessiontree import (
+    CorruptTree,
     LimitExceeded,
     MediaItem,
     NeedsMedia,
@@ -330,6 +331,35 @@ def test_a_request_without_pixels_fails_alone(lab: Labs, pictures: list[Picture]
     assert failing.draft.how_closed == "aborted" and len(here.ids("seen")) == 8
 
 
+@pytest.mark.parametrize("where", ["prefix", "pixels"])
+def test_what_is_damaged_fails_those_that_need_it_alone(
+    lab: Labs, pictures: list[Picture], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    here = lab()
+    seen = here.turn(here.session.root, user_turn("And this?", pictures[1], after_reply=False))
+    broken = here.turn(here.session.root, user_turn("What is it?", pictures[0], after_reply=False))
+    damage = CorruptTree("a byte is another")
+
+    def raising(call: Callable[..., Any], *about: object) -> Callable[..., Any]:
+        def checked(first: Any, *args: Any, **more: Any) -> Any:
+            if first in about:
+                raise damage
+            return call(first, *args, **more)
+
+        return checked
+
+    if where == "prefix":
+        monkeypatch.setattr("mini_scheduler.scheduler.page_hashes", raising(page_hashes, broken))
+    else:
+        monkeypatch.setattr(here.store, "get_features", raising(here.store.get_features, *broken.media))
+    first, failing, last = here.request(seen, "first"), here.request(broken, "failing"), here.request(seen, "last")
+    here.scheduler.waiting.extend((first, failing, last))
+    while here.scheduler.busy:
+        here.scheduler.step()
+    assert here.told["failing"][-1].error is damage and failing.draft.how_closed == "aborted"
+    assert len(here.ids("first")) == len(here.ids("last")) == 8
+
+
 def test_a_session_that_was_closed_takes_no_reply(lab: Labs) -> None:
     here = lab(TEXT_ONLY)
     request = here.request(here.session.append(here.session.root, encode("Hi")), "a")
@@ -432,7 +462,7 @@ def test_a_full_queue_takes_none_of_a_batch(tmp_path: Path, models: dict[str, Mo
         prompt = session.append(session.root, [1, 2, 3])
         sampling = Sampling(max_new_tokens=4)
         requests = [Request(session.draft(prompt), sampling, lambda output: None) for _ in range(4)]
-        with pytest.raises(QueueFull, match="4 requests"):
+        with pytest.raises(QueueFull, match="and 4 would come"):
             engine.submit(requests)
         assert engine.usage().waiting == 0
         engine.submit(requests[:3])
@@ -464,7 +494,7 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(
             broken.setattr(model, "forward", fail)
             engine.submit([Request(session.draft(prompt), Sampling(max_new_tokens=2), tell)])
             done.acquire()
-        assert ends[0].finish_reason == "error" and "RuntimeError" in str(ends[0].error)
+        assert ends[0].finish_reason == "error" and isinstance(ends[0].error, EngineFault) and "RuntimeError" in str(ends[0].error)
         assert "out of luck" in caplog.text
         engine.submit([Request(session.draft(prompt), Sampling(max_new_tokens=2), tell)])
         done.acquire()
@@ -621,7 +651,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     narrow = Sampling(temperature=2.0, top_p=0.79)
     assert {sampled(logits, narrow, length=n) for n in range(100)} == {7, 1000}
     assert {sampled(logits, Sampling(temperature=2.0, top_k=3), length=n) for n in range(200)} == {7, 1000, TEXT - 1}
-    assert sampled(logits, Sampling(temperature=0.0)) == 7
+    assert sampled(logits, Sampling(temperature=0.0)) == sampled(logits, Sampling(temperature=1e-310)) == 7
     logits[IM_END] = 9.0
     assert sampled(logits, Sampling(temperature=0.0)) == IM_END
     assert sampled(logits, Sampling(temperature=0.0, ignore_eos=True)) == 7

@@ -471,6 +471,71 @@ def test_where_the_queue_is_full_nothing_is_left() -> None:
     play(scene)
 
 
+@pytest.mark.parametrize("params", [{"replace": True}, {"replace": True, "rid": "running"}], ids=["anew", "one"])
+def test_a_replacement_that_finds_the_queue_full_changes_nothing(params: dict[str, Any]) -> None:
+    async def scene(front: Front) -> None:
+        await front.open()
+        await front.turn("done")
+        running = await front.ask("running", (3,), rid="done")
+        front.engine.full = True
+        with pytest.raises(QueueFull):
+            await front.ask("new", (9,), **params)
+        assert (await front.heads()).keys() == {"done"} and not front.engine.aborted
+        front.engine.full = False
+        front.engine.commit("running", 7)
+        assert [generation.token_ids for generation in await running.whole()] == [[7]]
+        assert (await front.heads()).keys() == {"done", "running"}
+
+    play(scene)
+
+
+def test_a_reply_that_ends_while_others_make_way_for_it_is_not_forgotten() -> None:
+    async def scene(front: Front) -> None:
+        await front.open()
+        await front.turn("old")
+        front.engine.deaf = True
+        running = await front.ask("running", (3,), rid="old")
+        new = asyncio.create_task(front.ask("new", (9,), replace=True))
+        while "new" not in front.engine.requests:
+            await asyncio.sleep(0)
+        front.engine.commit("new", 7)
+        while "new" not in await front.heads():
+            await asyncio.sleep(0)
+        front.engine.end("running")
+        await (await new).whole()
+        await running.whole()
+        assert (await front.heads()).keys() == {"new"}
+
+    play(scene)
+
+
+def test_a_retry_with_other_sampling_is_another_request() -> None:
+    async def scene(front: Front) -> None:
+        await front.open()
+        node = await front.turn("one")
+        again = await front.ask("one")
+        assert [generation.token_ids for generation in await again.whole()] == [node.token_ids.tolist()]
+        for other in (Wish(Sampling(max_new_tokens=9), again=True), Wish(Sampling(), salt="x", again=True)):
+            async with front.sessions.using(session_store_id("t", "s")) as live:
+                with pytest.raises(NameTaken, match="other sampling_params"):
+                    await front.sessions.generate(live, {}, (1, 2), (), {"one": other})
+
+    play(scene)
+
+
+def test_a_rid_that_is_taken_leaves_nothing_of_the_new_prompt() -> None:
+    async def scene(front: Front) -> None:
+        await front.open()
+        await front.turn("one")
+        size = await front.size()
+        for tokens in ((1, 3), (1,), (1, 2, 3)):
+            with pytest.raises(NameTaken):
+                await front.ask("one", tokens)
+        assert await front.size() == size
+
+    play(scene)
+
+
 def test_turns_that_cannot_be() -> None:
     async def scene(front: Front) -> None:
         await front.open()

@@ -4,7 +4,7 @@ What was acknowledged is there: the server lists it, and what goes on from it is
 acknowledged is there whole or not at all. Every output is that of its whole history, asked again under another cache salt.
 
 Choices come from SESSIONTREE_SEED (0), the client and the number of its step, so a seed repeats them as far as the moments of the
-kills allow. SESSIONTREE_SOAK: ten minutes instead of twenty seconds, and as long again to look at it all.
+kills allow. SESSIONTREE_SOAK: ten minutes instead of twenty-five seconds, and as long again to look at it all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.mini_server import PATIENCE, Server
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
 SEED = os.environ.get("SESSIONTREE_SEED", "0")
-SECONDS = 600.0 if SOAK else 20.0
+SECONDS = 600.0 if SOAK else 25.0
 KILLS = 20 if SOAK else 2
 CLIENTS = 32
 MODEL = "tiny-qwen2.5-vl"

@@ -64,6 +64,8 @@ class Refused(Exception):
             return cls(404, "nothing that has finished has this name", type=name)
         if isinstance(error, SessionExists):
             return cls(409, "there is a session of this name; go on with it, or close it", type=name)
+        if isinstance(error, NeedsMedia):
+            return cls(503, "the pixels of a picture in this history are lost", type=name)
         if status == 503:
             return cls(503, "the store takes no request at this time", type=name)
         return cls(status, str(error), type=name)

@@ -5,8 +5,8 @@ taken as it was generated: text that is tokenized again gives other ids. Where t
 thoughts, its path is rewritten: of each reply the tokens that still stand are kept, and so is all that stands before the first.
 
 Everything here may read and write the disk, and runs on a thread of the store's. What it appends is input; no reply is made here.
-``room``: tokens that the reply may come to have; a prompt that leaves less is refused before any of it is appended. ``keep``: called
-once that is sure, to have the store keep the request's pictures.
+``room``: tokens that the reply may come to have; a prompt that leaves less is refused before any of it is appended. ``keep``:
+called once that is sure, to have the store keep the request's pictures.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from sessiontree import Edit, LimitExceeded, MediaItem, MediaSpanError, Node, Se
 Keep = Callable[[], object]
 
 
-def _nothing() -> None: ...
+def nothing() -> None: ...
 
 
 def continue_tokens(
-    session: Session, token_ids: Sequence[int], media: Sequence[MediaItem], room: int = 0, keep: Keep = _nothing
+    session: Session, token_ids: Sequence[int], media: Sequence[MediaItem], room: int = 0, keep: Keep = nothing
 ) -> Node:
     """The node that ends with this prompt, wherever turns of earlier ones ended. An image is never cut."""
     check_length(session, len(token_ids), room)
@@ -41,7 +41,7 @@ def continue_tokens(
     return node if node.stop == len(token_ids) else session.append(node, token_ids[node.stop :], media=rest)
 
 
-def continue_chat(session: Session, turns: Sequence[Turn], room: int = 0, keep: Keep = _nothing) -> Node:
+def continue_chat(session: Session, turns: Sequence[Turn], room: int = 0, keep: Keep = nothing) -> Node:
     """The node that ends with these turns, the last of which ends where the assistant is to speak."""
     *earlier, last = _questions(turns)
     as_shown = [*(turn.shown for question in earlier for turn in question), *last]
@@ -149,7 +149,7 @@ def continue_response(
     instructions: Sequence[int],
     turns: Sequence[Turn],
     room: int = 0,
-    keep: Keep = _nothing,
+    keep: Keep = nothing,
 ) -> Node:
     """Behind an earlier response, whose own instructions are not inherited: where these differ, its path gets another beginning.
 

@@ -63,11 +63,12 @@ class Pictures:
         """An item for each upload. Raises Refused."""
         if uploads and not self._taken:
             raise Refused(400, "this model takes no pictures", code="no_images")
-        found = [self._item(store, tenant, upload) for upload in uploads]
+        files = [uploaded(upload, self._limits.image_bytes) for upload in uploads]
+        made = {data: self._item(store, tenant, data) for data in dict.fromkeys(files)}  # each of them once
+        found = [made[data] for data in files]
         return Uploads(tuple(item for item, _ in found), tuple((item, pixels) for item, pixels in found if pixels is not None))
 
-    def _item(self, store: SessionStore, tenant: str, upload: str) -> tuple[MediaItem, Any]:
-        data = uploaded(upload, self._limits.image_bytes)
+    def _item(self, store: SessionStore, tenant: str, data: bytes) -> tuple[MediaItem, Any]:
         key = tenant, hashlib.sha256(data).digest()  # by tenant: how long it takes tells nobody what others sent
         pixels = None
         with self._lock:

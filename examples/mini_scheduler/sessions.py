@@ -17,7 +17,7 @@ import attrs
 
 from engine_bridge.adapters.sglang_params import Context, Continuation, continuation
 from mini_scheduler.generations import TIP, Answer, Generations, Live, Wish
-from mini_scheduler.history import Keep, check_length
+from mini_scheduler.history import Keep, check_length, nothing
 from mini_scheduler.model import Model
 from mini_scheduler.tenants import namespace_of
 from sessiontree import (
@@ -158,7 +158,7 @@ class Sessions:
         token_ids: Sequence[int],
         media: Sequence[MediaItem],
         wishes: Mapping[str, Wish],
-        keep: Keep,
+        keep: Keep = nothing,
     ) -> Answer:
         """The replies to a turn of a session, where its ``session_params`` say."""
         async with live.lock:

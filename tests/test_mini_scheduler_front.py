@@ -13,11 +13,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from mini_scheduler import native
 from mini_scheduler.engine import Engine, QueueFull
+from mini_scheduler.failures import Refused
 from mini_scheduler.generations import TIP, Answer, Generations, Wish
 from mini_scheduler.model import Model
 from mini_scheduler.requests import Output, Request, Sampling
 from mini_scheduler.sessions import Sessions, session_store_id
+from mini_scheduler.streams import EventStream, whole
+from starlette.requests import Request as HttpRequest
 
 from sessiontree import (
     LimitExceeded,
@@ -581,6 +585,55 @@ def test_aborts_reach_the_tenants_own_requests_alone() -> None:
             await answer.whole()
 
     play(scene)
+
+
+async def _never() -> Any:
+    await asyncio.Event().wait()
+
+
+def test_an_answer_that_takes_too_long_is_given_up() -> None:
+    async def scene(front: Front) -> None:
+        await front.open()
+        answer = await front.ask("one")
+        with pytest.raises(Refused) as refused:
+            await whole(HttpRequest({"type": "http"}, _never), answer, 0.01)
+        assert (refused.value.status, front.engine.aborted) == (504, {"one": "timed out"})
+        assert [generation.last.reason for generation in await answer.whole() if generation.last] == ["timed out"]
+
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        answer = await front.ask("two")
+        await EventStream(answer, native.events(answer), 0.01)({"type": "http"}, _never, send)
+        assert b'"code":"timeout"' in sent[-2]["body"]
+        assert front.engine.aborted["two"] == "timed out" and sent[-1]["more_body"] is False
+        await answer.whole()
+
+    play(scene)
+
+
+def test_a_client_that_leaves_gives_its_request_up() -> None:
+    async def left() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def scene(front: Front) -> None:
+        await front.open()
+        for rid, stream in (("one", False), ("two", True)):
+            answer = await front.ask(rid)
+            if stream:
+                await EventStream(answer, native.events(answer), 60)({"type": "http"}, left, _sink)
+            else:
+                with pytest.raises(Refused):
+                    await whole(HttpRequest({"type": "http"}, left), answer, 60)
+            assert front.engine.aborted[rid] == "the client left"
+            await answer.whole()
+
+    play(scene)
+
+
+async def _sink(message: Any) -> None: ...
 
 
 def test_idle_sessions_are_closed_when_their_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,10 @@ class ExtendOutputs:
     logits_indices: torch.Tensor
     serial: int = 0
 
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """``input_ids``, ``positions`` and (requests,) ``mrope_deltas`` as arrays of the host's, where they lie."""
+        return self.input_ids.numpy(), self.positions.numpy(), self.mrope_deltas.numpy()[:, 0]
+
 
 def buffers(outputs: ExtendOutputs | DecodeOutputs) -> dict[str, torch.Tensor]:
     """Its tensors, by name."""

@@ -36,7 +36,10 @@ def expand_extend(area: ExtendArea, input_ids: Array, positions: Array, deltas: 
     input_ids[:tokens] = area.payload[:tokens]
     deltas[:requests] = area.deltas[:requests].view(np.float32) if deltas.dtype.kind == "f" else area.deltas[:requests]
     kinds, dst = area.kind[:runs], area.dst[: runs + 1]
-    if runs and tokens:
+    if runs == 1 and tokens and not kinds[0]:
+        shift = int(area.fields[0, 0])
+        positions[:, :tokens] = counted(tokens + shift, shift)
+    elif runs and tokens:
         shifts = np.where(kinds == TEXT, area.fields[0, :runs], 0)
         positions[:, :tokens] = counted(tokens) + np.repeat(shifts, np.diff(dst))
     for run in np.flatnonzero(kinds).tolist():

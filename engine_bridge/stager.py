@@ -87,6 +87,7 @@ class InputStager:
         self._extend_ring = ring = Ring(layout.words, depth, self.device, cuda)
         self._areas = [ExtendArea(layout, words) for words in ring.areas]
         self._extended = (0, 0)  # tokens and requests that the outputs hold
+        self._extended_arrays: tuple[NDArray[Any], ...] = ()
 
         def columns(at: int, count: int) -> torch.Tensor:
             return ring.device[at : at + count]
@@ -102,6 +103,8 @@ class InputStager:
             columns(layout.req_slots, requests),
             columns(layout.logits_indices, requests),
         )
+        if not cuda:
+            self._extended_arrays = self._extend.arrays()
         # What decodes.
         self._decode_ring = Ring(HEADER + requests, depth, self.device, cuda)
         self._slot_areas = [(bytes_of(words), words[HEADER:]) for words in self._decode_ring.areas]
@@ -270,8 +273,7 @@ class InputStager:
 
     def _launch_extend(self, at: int, words: int) -> None:
         if self._kernels is None:
-            out = self._extend
-            expand_extend(self._areas[0], out.input_ids.numpy(), out.positions.numpy(), out.mrope_deltas.numpy()[:, 0])
+            expand_extend(self._areas[0], *self._extended_arrays)
         else:
             self._extend_ring.launch(at, words, self._expand_extend, self.cuda_graph)
 

@@ -23,7 +23,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,13 @@ MODEL = "tiny-qwen2.5-vl"
 TURN, REPLY = 40, 8
 SAMPLING = {"temperature": 0, "max_new_tokens": REPLY, "ignore_eos": True}
 NUMBERS = count(1)
+# What is in flight together: requests, tokens of each prompt, tokens of each reply.
+LOADS = [
+    ("one reply", 1, TURN, 64),
+    ("16 replies", 16, TURN, 64),
+    ("16 replies behind 800 tokens", 16, 800, 64),
+    ("16 prompts of 400 tokens", 16, 400, 2),
+]
 
 
 def new_tokens() -> tuple[int, ...]:
@@ -124,19 +131,22 @@ def turn_50(client: Client) -> Iterator[Figure]:
     yield Figure("first token of turn 50", ours, "ms", peers={"resent": theirs}, note="median of 7")
 
 
-def share(server: Server, what: str, load: Callable[[], None]) -> Figure:
-    """Of the engine's step time, what went into sessiontree and engine_bridge."""
+Seconds = tuple[float, ...]
 
-    def seconds(kind: str) -> float:
-        (found,) = (value for name, value in server.metrics().items() if kind in name)
-        return found
 
-    names = ("session_seconds", "step_seconds", "steps_total")
-    before = [seconds(name) for name in names]
-    load()
-    session, step, steps = (seconds(name) - old for name, old in zip(names, before, strict=True))
+def spent(server: Server) -> Seconds:
+    """What the engine's thread has spent in sessiontree and engine_bridge, and in its steps; and how many steps those were."""
+    found = server.metrics()
+    return tuple(
+        next(value for name, value in found.items() if kind in name) for kind in ("session_seconds", "step_seconds", "steps_total")
+    )
+
+
+def share(server: Server, what: str, before: Seconds, bar: float | None = None) -> Figure:
+    """Of the engine's step time since ``before``, what went into the session layer."""
+    session, step, steps = (now - then for now, then in zip(spent(server), before, strict=True))
     note = f"{steps:,.0f} steps of {1e3 * step / steps:.1f} ms, {1e6 * session / steps:.0f} µs of the session layer"
-    return Figure(f"session layer's share of a step: {what}", 100 * session / step, "%", 2, note=note)
+    return Figure(f"session layer's share of a step: {what}", 100 * session / step, "%", bar, note=note)
 
 
 def at_once(client: Client, requests: int, tokens: int, reply: int) -> None:
@@ -155,12 +165,15 @@ def figures() -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as folder, Server(Path(folder) / "store", "--model", MODEL, "--num-pages", 1024) as server:
         client = Client(server)
         at_once(client, 2, TURN, REPLY)  # whatever is made once
+        before = spent(server)
         yield forks(client)
         yield chats(client)
         yield from turn_50(client)
-        yield share(server, "16 replies at once", lambda: at_once(client, 16, TURN, 64))
-        yield share(server, "one reply", lambda: at_once(client, 1, TURN, 64))
-        yield share(server, "prompts of 400 tokens", lambda: at_once(client, 16, 400, 2))
+        yield share(server, "all of the above", before, 2)
+        for what, requests, tokens, reply in LOADS:
+            before = spent(server)
+            at_once(client, requests, tokens, reply)
+            yield share(server, what, before)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ conversation as one prompt under a cache salt that nobody has used, so nothing o
 prompt that were not cached, as the answers say. Time to first token is from the request until its first event. Both sides are
 measured in turns, in one run.
 
-Expected before the first run: ten turns and 16 branches from the last prefill 9 times fewer tokens than resent (26 requests of 40
-tokens, the last token of the reply before and what is left of a page, 10 on average; against 10,900); 20 turns of a stateless chat
+Expected before the first run: ten turns and 16 branches and forks from the last prefill 9 times fewer tokens than resent (26
+requests of 40 tokens, the last token of the reply before and what is left of a page, 10 on average; against 10,900); 20 turns of a stateless chat
 8 times fewer. The first token of turn 50 of 2,400 tokens, 5 pictures among them: 38 steps of 15 ms and 5 pictures resent, 600 ms;
 one step and the server's own 5 ms with a session, 25 ms; 24 times. The session layer: 400 µs of a step of 10 to 15 ms, 3 to 5 %,
 above its bar: after each run of the model nothing of Python's is left in the processor's caches.
@@ -62,7 +62,7 @@ def forks(client: Client) -> Figure:
     talk = Talk(client)
     asks: list[tuple[Ask, int]] = []
 
-    def turn(after: Turn | None) -> Turn:
+    def turn(talk: Talk, after: Turn | None) -> Turn:
         ask = talk.ask(*new_tokens(), after=after, sampling=SAMPLING)
         made = client.send(ask)
         asks.append((ask, len(ask.prompt) - made.cached_tokens))
@@ -70,14 +70,15 @@ def forks(client: Client) -> Figure:
 
     last: Turn | None = None
     for _ in range(10):
-        last = turn(last)
-    for _ in range(16):
-        turn(last)
+        last = turn(talk, last)
+    assert last is not None
+    for number in range(16):
+        turn(talk if number % 2 else talk.forked(last), last)
     with_session = sum(count for _, count in asks)
     whole = sum(resent(client, ask) for ask, _ in asks)
     note = f"{with_session:,} against {whole:,} tokens, 26 requests"
     return Figure(
-        "10 turns and 16 branches: resent over session, tokens prefilled", whole / with_session, "x", 5, "higher", note=note
+        "10 turns, 8 branches and 8 forks: resent over session, tokens prefilled", whole / with_session, "x", 5, "higher", note=note
     )
 
 

@@ -251,6 +251,14 @@ class Talk:
         params = {"id": self.id} | {name: value for name, value in fields.items() if value is not None}
         return Ask(context, parts, sampling, more.pop("rid", self.client.fresh("rid")), params, more)
 
+    def forked(self, at: Turn) -> Talk:
+        """A session behind a turn of this one."""
+        made = self.client.ok(f"/sessions/{self.id}/fork", {"rid": at.rid})
+        assert made["rid"] == at.rid and made["tokens"] == length(at.context)
+        fork = Talk.__new__(Talk)
+        fork.client, fork.id = self.client, made["session_id"]
+        return fork
+
     def turn(self, *parts: Part, **how: Any) -> Turn:
         """A request that is answered, and checked against its replay."""
         return self.client.check(self.client.send(self.ask(*parts, **how)))

@@ -392,10 +392,7 @@ def test_an_unknown_rid_is_refused(talk: Talk, client: Client) -> None:
 def test_a_fork_is_a_session_of_its_own(talk: Talk, client: Client) -> None:
     root = talk.turn(*ids())
     left, right = talk.turn(*ids(), after=root), talk.turn(*ids(), after=root)
-    made = client.ok(f"/sessions/{talk.id}/fork", {"rid": left.rid})
-    assert made["rid"] == left.rid and made["tokens"] == length(left.context)
-    fork = Talk.__new__(Talk)
-    fork.client, fork.id = client, made["session_id"]
+    fork = talk.forked(left)
     assert fork.known().keys() == {root.rid, left.rid}
     fork.refused(404, *ids(), after=right)
     in_fork = fork.turn(*ids(), after=left)

@@ -7,10 +7,10 @@ prompt that were not cached, as the answers say. Time to first token is from the
 measured in turns, in one run.
 
 Expected before the first run: ten turns and 16 branches and forks from the last prefill 9 times fewer tokens than resent (26
-requests of 40 tokens, the last token of the reply before and what is left of a page, 10 on average; against 10,900); 20 turns of a stateless chat
-8 times fewer. The first token of turn 50 of 2,400 tokens, 5 pictures among them: 38 steps of 15 ms and 5 pictures resent, 600 ms;
-one step and the server's own 5 ms with a session, 25 ms; 24 times. The session layer: 400 µs of a step of 10 to 15 ms, 3 to 5 %,
-above its bar: after each run of the model nothing of Python's is left in the processor's caches.
+requests of 40 tokens, the last token of the reply before and what is left of a page, 10 on average; against 10,900); 20 turns of
+a stateless chat 8 times fewer. The first token of turn 50 of 2,400 tokens, 5 pictures among them: 38 steps of 15 ms and 5 pictures
+resent, 600 ms; one step and the server's own 5 ms with a session, 25 ms; 24 times. The session layer: 400 µs of a step of 10 to
+15 ms, 3 to 5 %, above its bar: after each run of the model nothing of Python's is left in the processor's caches.
 
 What came: 9.07 and 10.2 times fewer tokens; 34 ms against 762, 22 times. The session layer took 3.3 to 3.9 % at first; steps of
 a few slots are made number by number since, and it is 1.8 % over all of it, 1.0 % for one reply, 2.4 to 2.5 % for 16 of them at

@@ -134,7 +134,8 @@ def gather(
     place, room = 0, max_tokens * 4
     if mode.__class__ is not str or mode not in MODES:
         _refuse_mode(mode)
-    if mode == "as_decoded" and {*map(type, nodes)} <= {Node}:
+    kinds = {*map(type, nodes)}
+    if mode == "as_decoded" and kinds <= {Node}:
         for node, first, last in zip(nodes, starts, stops, strict=True):
             count, after, top, _, carried = node.state
             runs = node.runs
@@ -160,17 +161,31 @@ def gather(
             _check_window(node, first, last, nodes, starts, stops, max_tokens, end)
             place = end
             bases.append(0)
-        if bases and max(bases) + place // 4 > _MOST:
-            for node in nodes:
-                check_limit(node.scheme)
-        if not special:
-            return _gathered((place // 4, deltas, bases, None, [], []))
+    elif mode == "as_decoded" and kinds <= {Node, Draft}:
+        for node, first, last in zip(nodes, starts, stops, strict=True):
+            end = place + (last - first) * 4
+            own = None if end > room else _own_delta(node, first, last)
+            if own is None:
+                special.append(len(bases))
+                _check_window(node, first, last, nodes, starts, stops, max_tokens, end)
+                bases.append(0)
+            else:
+                pen[place:end] = node.token_ids[first - node.start : last - node.start].data.cast("B")
+                if own:
+                    deltas[len(bases)] = own
+                bases.append(first + own)
+            place = end
     else:
         for node, first, last in zip(nodes, starts, stops, strict=True):
             place += (last - first) * 4
             _check_window(node, first, last, nodes, starts, stops, max_tokens, place)
         special += range(len(nodes))
         bases += [0] * len(nodes)
+    if bases and max(bases) + place // 4 > _MOST:
+        for node in nodes:
+            check_limit(node.scheme)
+    if not special:
+        return _gathered((place // 4, deltas, bases, None, [], []))
     rows: list[Row] = []
     payload: list[NDArray[np.int32]] = []
     spans: list[BatchSpan] = []
@@ -196,6 +211,16 @@ def gather(
             builder.text(column, bases[number] - column)
         column += last - first
     return Gathered(column, deltas, bases, rows, payload, spans)
+
+
+def _own_delta(node: Any, first: int, last: int) -> int | None:
+    """The delta at which path tokens ``[first, last)`` of a draft stand, where all are its own; None: they are to be planned."""
+    if node.__class__ is not Draft or not node.start <= first <= last <= node.stop:
+        return None
+    state, scheme = node.parent.state, node.scheme
+    delta = state.max_position + 1 - state.num_tokens
+    usual = scheme.usual_delta and not state.carried and scheme.decode_room(state) is None
+    return delta if usual and delta.__class__ is int and delta <= _MOST else None
 
 
 def _check_window(

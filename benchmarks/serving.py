@@ -37,12 +37,14 @@ MODEL = "tiny-qwen2.5-vl"
 TURN, REPLY = 40, 8
 SAMPLING = {"temperature": 0, "max_new_tokens": REPLY, "ignore_eos": True}
 NUMBERS = count(1)
-# What is in flight together: requests, tokens of each prompt, tokens of each reply.
+# What is in flight together: requests, tokens of each prompt, tokens of each reply; and the bar. The first and the last step of a
+# reply cost the session layer most: of short replies there are more of them.
 LOADS = [
-    ("one reply", 1, TURN, 64),
-    ("16 replies", 16, TURN, 64),
-    ("16 replies behind 800 tokens", 16, 800, 64),
-    ("16 prompts of 400 tokens", 16, 400, 2),
+    ("one reply of 256 tokens", 1, TURN, 256, 2),
+    ("16 replies of 256 tokens", 16, TURN, 256, 2),
+    ("16 replies of 64 tokens", 16, TURN, 64, None),
+    ("16 replies of 64 tokens behind 800", 16, 800, 64, None),
+    ("16 prompts of 400 tokens, replies of 2", 16, 400, 2, None),
 ]
 
 
@@ -171,10 +173,10 @@ def figures() -> Iterator[Figure]:
         yield chats(client)
         yield from turn_50(client)
         yield share(server, "all of the above", before, 2)
-        for what, requests, tokens, reply in LOADS:
+        for what, requests, tokens, reply, bar in LOADS:
             before = spent(server)
             at_once(client, requests, tokens, reply)
-            yield share(server, what, before)
+            yield share(server, what, before, bar)
 
 
 if __name__ == "__main__":

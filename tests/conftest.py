@@ -1,4 +1,4 @@
-"""What Hypothesis draws: the same in every run of a commit, in whatever order and process; new histories at soak length."""
+"""What Hypothesis draws: the same in every run of a commit, in whatever order and process; more, and new ones, at soak length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import sessiontree
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
 
 # No test depends on how fast the machine is.
-settings.register_profile("test", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("test", derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("soak", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("soak" if SOAK else "test")
 

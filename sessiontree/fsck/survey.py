@@ -226,6 +226,7 @@ class Survey:
         self.free = 0  # bytes behind the end of the log
         self.sizes: dict[int, int] = {}  # of the segments
         self.sidecar_bytes = 0
+        self._sidecar_sizes: dict[int, int] | None = None  # as they were before anything was scanned
         self.left_bytes = 0  # of what stands before the beginning, and goes when nobody reads it
         self._keys: NDArray[np.uint64] = np.empty(0, np.uint64)  # of all nodes that count, (session, ordinal), in order
         self._at: Numbers = np.empty(0, np.int64)  # and their numbers
@@ -250,7 +251,8 @@ class Survey:
     def _read(self) -> None:
         before = (0, self.base.segment)
         self.sizes = {segment: self._size(segment, "seg") for segment in self._numbers(".seg", self.base.segment)}
-        self.sidecar_bytes = sum(self._size(segment, "idx") for segment in self._numbers(".idx", self.base.segment))
+        self._sidecar_sizes = {segment: self._size(segment, "idx") for segment in self._numbers(".idx", self.base.segment)}
+        self.sidecar_bytes = sum(self._sidecar_sizes.values())
         self.left_bytes = sum(self._size(n, suffix) for suffix in ("seg", "idx") for n in self._numbers(f".{suffix}", *before))
         self.feature_files = blobs.files_in(self.path + "/blobs")
         self.total = sum(self.sizes.values()) + sum(size for _, size in self.feature_files)
@@ -490,7 +492,12 @@ class Survey:
             return
         if cover.first != first and not self.stretches:  # behind damage nobody can say how many frames there were
             yield Sidecar(segment, f"it begins with frame {cover.first}, the segment with {first}", False)
-        elif b"".join(cover.rows) != rows[: cover.records].tobytes():
+            return
+        named = b"".join(cover.rows)
+        sizes = self._sidecar_sizes
+        if sizes is not None and self._size(segment, "idx") != sizes.get(segment):  # a writer has gone on behind what was scanned
+            named = named[: rows.nbytes]
+        if named != rows[: cover.records].tobytes():
             yield Sidecar(segment, "its entries are not those of the segment", True)
 
     def _gone(self, segment: int, rows: Entries, stretches: Sequence[Stretch]) -> list[tuple[Any, str, bool]]:

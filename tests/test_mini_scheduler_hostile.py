@@ -124,7 +124,7 @@ NOT_CHECKED = [ignored_auth, positive_data_acceptance]
 
 @pytest.mark.parametrize("what", OPERATIONS)
 def test_the_server_keeps_to_its_own_schema(client: Client, described: dict[str, Any], what: str) -> None:
-    @settings(max_examples=1_000 if SOAK else 25, database=None)
+    @settings(max_examples=1_000 if SOAK else 15, database=None)
     @given(case=described[what].as_strategy())
     def keeps(case: Any) -> None:
         limit_work(what, case.body)
@@ -144,7 +144,7 @@ POSTS = [what for what in OPERATIONS if what.startswith("POST")]
 def test_what_the_schema_does_not_allow_is_refused(client: Client, described: dict[str, Any], what: str) -> None:
     """Bodies that are wrong in one thing: refused in the one shape, or taken where the schema says less than is taken."""
 
-    @settings(max_examples=500 if SOAK else 15, database=None)
+    @settings(max_examples=500 if SOAK else 10, database=None)
     @given(case=described[what].as_strategy(generation_mode=GenerationMode.NEGATIVE))
     def refuses(case: Any) -> None:
         limit_work(what, case.body)

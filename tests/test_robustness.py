@@ -907,7 +907,7 @@ def test_identities_tell_structured_types_apart() -> None:
     assert media_identity("x", np.zeros(1, [("a", "<i4")])) == media_identity("x", np.zeros(1, [("a", "<i4")]))
 
 
-@pytest.mark.parametrize("kind", ["binary", "text", "bytes", "string"])
+@pytest.mark.parametrize("kind", ["binary", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("text", "bytes", "string"))])
 def test_a_file_is_no_content_and_stays_usable(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"hello")

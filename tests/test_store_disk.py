@@ -2173,7 +2173,7 @@ class DiskMachine(RuleBasedStateMachine):
 
 
 DiskMachine.TestCase.settings = settings(
-    max_examples=5000 if SOAK else 300,
+    max_examples=5000 if SOAK else 200,
     stateful_step_count=50 if SOAK else 30,
     deadline=None,
     suppress_health_check=list(HealthCheck),

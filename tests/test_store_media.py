@@ -628,7 +628,15 @@ def test_c77_a_store_that_is_closed_in_the_middle_of_requests() -> None:
 
 
 # --- C73: one row of a batch is one row ----------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", ["array", "fancy", "tensor", "bfloat16", "requires grad", "mapping"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "array",
+        "tensor",
+        "mapping",
+        *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("fancy", "bfloat16", "requires grad")),
+    ],
+)
 def test_c73_a_row_does_not_keep_its_batch(kind: str) -> None:
     store = new_store()
     node = album(store, [0])

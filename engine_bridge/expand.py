@@ -103,9 +103,10 @@ class HostTables(NamedTuple):
 class HostPens:
     """The same, number by number: for a few slots that costs less than NumPy's calls, and a fifth where these are in no cache."""
 
-    __slots__ = ("_deltas", "_floats", "_history", "_input_ids", "_positions", "_ring", "_seq_lens", "_words", "lengths")
+    __slots__ = ("_deltas", "_floats", "_history", "_input_ids", "_positions", "_ring", "_seq_lens", "_words", "lengths", "tables")
 
     def __init__(self, tables: HostTables) -> None:
+        self.tables = tables
         self.lengths, self._words, self._floats = [row.data for row in tables.state]
         self._ring = tables.history.shape[1]
         self._history = tables.history.reshape(-1).data

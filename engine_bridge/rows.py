@@ -170,7 +170,7 @@ def gather(
                 _check_window(node, first, last, nodes, starts, stops, max_tokens, end)
                 bases.append(0)
             else:
-                pen[place:end] = node.token_ids[first - node.start : last - node.start].data.cast("B")
+                pen[place:end] = node.input_ids(first, last, copy=False).data.cast("B")
                 if own:
                     deltas[len(bases)] = own
                 bases.append(first + own)

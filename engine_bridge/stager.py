@@ -87,7 +87,6 @@ class InputStager:
         self._extend_ring = ring = Ring(layout.words, depth, self.device, cuda)
         self._areas = [ExtendArea(layout, words) for words in ring.areas]
         self._extended = (0, 0)  # tokens and requests that the outputs hold
-        self._extended_arrays: tuple[NDArray[Any], ...] = ()
 
         def columns(at: int, count: int) -> torch.Tensor:
             return ring.device[at : at + count]
@@ -103,8 +102,7 @@ class InputStager:
             columns(layout.req_slots, requests),
             columns(layout.logits_indices, requests),
         )
-        if not cuda:
-            self._extended_arrays = self._extend.arrays()
+        self._extended_arrays = () if cuda else self._extend.arrays()
         # What decodes.
         self._decode_ring = Ring(HEADER + requests, depth, self.device, cuda)
         self._slot_areas = [(bytes_of(words), words[HEADER:]) for words in self._decode_ring.areas]
@@ -128,8 +126,7 @@ class InputStager:
         self.sampled_tokens = self._zeros(requests, self.max_decode_width, dtype=torch.int64)
         self._counted = self._live.data, self._lengths.data, self._longest.data
         self._stamps = np.zeros(requests, np.int64)
-        self._host = None if cuda else HostTables(self._state.numpy(), self._history.numpy(), *self._decode.arrays())
-        self._pens = None if self._host is None else HostPens(self._host)
+        self._host = None if cuda else HostPens(HostTables(self._state.numpy(), self._history.numpy(), *self._decode.arrays()))
         self._kernels: Any = None
         if cuda:
             from engine_bridge import kernels  # noqa: PLC0415  # Triton is there only with a GPU
@@ -321,8 +318,8 @@ class InputStager:
             state[:, row], tail = self._admitted(node)
             history[row, np.arange(node.stop - len(tail), node.stop) % self._ring_size] = tail
         if self._host is not None:
-            self._host.state[:, named] = state
-            self._host.history[named] = history
+            self._host.tables.state[:, named] = state
+            self._host.tables.history[named] = history
         else:
             where = torch.from_numpy(named.astype(np.int64)).to(self.device)
             self._state[:, where] = torch.from_numpy(state).to(self.device)
@@ -397,9 +394,9 @@ class InputStager:
         if not clean:
             area[HEADER + count :] = 0
         slots = area[HEADER : HEADER + count]
-        if clean and count <= FEW and width == 1 and self._pens is not None and self._pens.expand(slots.tolist()):
+        if clean and count <= FEW and width == 1 and self._host.expand(slots.tolist()):
             return
-        expand_decode(slots, width, dirty, self._host)
+        expand_decode(slots, width, dirty, self._host.tables)
 
     def _expand_decode(self, width: int, staged: bool, at: int) -> None:
         out, kernels, ring = self._decode, self._kernels, self._decode_ring
@@ -499,15 +496,15 @@ class InputStager:
         if not len(named):
             return
         staged, self._staged = self._staged, None
-        if self._pens is not None and counts is None and width == 1 and len(named) <= FEW:
-            self._put(self._pens, named.tolist(), rows[:, 0].tolist())
+        if self._host is not None and counts is None and width == 1 and len(named) <= FEW:
+            self._put(self._host, named.tolist(), rows[:, 0].tolist())
             self._staged = staged
             return
         self._live[named] = False  # until host and device agree again
         if self._host is None:
             self._launch_update(named, counts, rows, width, staged)
         else:
-            history, lengths = self._host.history, self._host.state[0]
+            history, lengths = self._host.tables.history, self._host.tables.state[0]
             for step in range(width):
                 some, taken = (named, rows) if counts is None else (named[counts > step], rows[counts > step])
                 history[some, (lengths[some] + step) & (self._ring_size - 1)] = taken[:, step]

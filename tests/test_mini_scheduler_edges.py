@@ -232,7 +232,7 @@ def test_a_picture_is_what_its_pixels_are(kind: str) -> None:
     taken = pictures.take(store, "acme", [url_of(data), base64.b64encode(data).decode()])
     item, same = taken.items
     assert item == same and item.grid_thw == (1, 4, 6)
-    taken.keep(store)
+    taken.keep()
     features = store.get_features(item)
     assert features is not None and features["pixel_values"].shape == (24, 1176)
     (other,) = pictures.take(store, "acme", [url_of(file_of(NOISE.rotate(180), kind))]).items
@@ -255,14 +255,14 @@ def test_an_upload_is_processed_once_for_each_tenant_and_again_once_it_is_lost(m
     assert taken.items == (item, item) and len(processed) == 1
     assert store.get_features(item) is None  # nothing is kept of what may yet be refused
     assert pictures.take(store, "acme", [url]).items == (item,) and len(processed) == 2
-    taken.keep(store)
+    taken.keep()
     assert pictures.take(store, "acme", [url, url]).items == (item, item) and len(processed) == 2
     (other,) = pictures.take(store, "other", [url]).items
     assert other.identity != item.identity and len(processed) == 3  # so that the clock tells nobody who has sent what
     store.drop_features(item)
     again = pictures.take(store, "acme", [url])
     assert again.items == (item,) and len(processed) == 4
-    again.keep(store)
+    again.keep()
     assert store.get_features(item) is not None
 
 

@@ -53,7 +53,8 @@ class Turn:
     @property
     def shown(self) -> Turn:
         """As a template shows it once the user has spoken again: without what the assistant thought."""
-        return self if self.text is None else assistants(without_thought(self.text))
+        shown = self.text if self.text is None else without_thought(self.text)
+        return self if shown is None or shown == self.text else assistants(shown)
 
 
 def assistants(text: str) -> Turn:

@@ -43,7 +43,6 @@ class Engine:
         self._max_waiting = max_waiting
         self._wake = threading.Condition()
         self._arrived: list[Request] = []
-        self._waiting = 0  # as of the last step
         self._aborts = False
         self._closing = False
         self._thread = threading.Thread(target=self._loop, name="mini-scheduler", daemon=True)
@@ -72,7 +71,7 @@ class Engine:
             self._check_room(count)
 
     def _check_room(self, count: int) -> None:
-        if self._waiting + len(self._arrived) + count > self._max_waiting:
+        if len(self._scheduler.waiting) + len(self._arrived) + count > self._max_waiting:
             most = self._max_waiting
             raise QueueFull(f"the queue is full: {most} requests may wait, and {count} would come", value=count, limit=most)
 
@@ -121,8 +120,6 @@ class Engine:
             except Exception as error:  # a fault of ours or the model's: those in this batch fail, the next ones run
                 _logger.exception("a step failed")
                 scheduler.fail(EngineFault(f"the engine failed: {type(error).__name__}"))
-            with self._wake:
-                self._waiting = len(scheduler.waiting)
             if closing and not scheduler.busy:
                 return
 

@@ -38,12 +38,14 @@ _REMEMBERED: Final = 256  # uploads
 class Uploads:
     """The pictures of a request. ``items``: in order, in compact form: one placeholder, at 0. ``new``: pixels the store lacks."""
 
+    store: SessionStore
     items: tuple[MediaItem, ...] = ()
     new: tuple[tuple[MediaItem, Any], ...] = ()
 
-    def keep(self, store: SessionStore) -> None:
+    def keep(self) -> None:
+        """Put those pixels there."""
         for item, pixels in self.new:
-            store.put_features(item, {"pixel_values": pixels})
+            self.store.put_features(item, {"pixel_values": pixels})
 
 
 class Pictures:
@@ -66,7 +68,8 @@ class Pictures:
         files = [uploaded(upload, self._limits.image_bytes) for upload in uploads]
         made = {data: self._item(store, tenant, data) for data in dict.fromkeys(files)}  # each of them once
         found = [made[data] for data in files]
-        return Uploads(tuple(item for item, _ in found), tuple((item, pixels) for item, pixels in found if pixels is not None))
+        new = tuple((item, pixels) for item, pixels in found if pixels is not None)
+        return Uploads(store, tuple(item for item, _ in found), new)
 
     def _item(self, store: SessionStore, tenant: str, data: bytes) -> tuple[MediaItem, Any]:
         key = tenant, hashlib.sha256(data).digest()  # by tenant: how long it takes tells nobody what others sent

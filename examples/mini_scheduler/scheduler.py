@@ -244,7 +244,8 @@ class Scheduler:
             kind = "extend"
             self.counters.prefill_tokens += batch.num_tokens
             if (missing := self._take_pictures(batch, requests, pictures)) is not None:
-                self._end(*missing)
+                request, error = missing
+                self._end(request, "error", error)
                 return
         rows = -(-batch.num_tokens // ROWS) * ROWS
         buffers = self._stager.buffers  # whole: behind the batch's own tokens they hold zeros
@@ -283,14 +284,14 @@ class Scheduler:
 
     def _take_pictures(
         self, batch: ExtendBatch, requests: Sequence[Request], pictures: list[tuple[int, int, torch.Tensor]]
-    ) -> tuple[Request, FinishReason, SessionTreeError] | None:
-        """Encoder outputs for the columns of a batch that show something; or which request lacks the pixels for it."""
+    ) -> tuple[Request, SessionTreeError] | None:
+        """Add encoder outputs for the columns of a batch that show something; or say which request lacks the pixels, and why."""
         for span in batch.media_spans:
             request = requests[span.request]
             try:
                 rows = self.encoder.rows(span.item, request.salt)
             except SessionTreeError as error:  # it is not held, or damaged, or cannot be read: that is this request's alone
-                return request, "error", error
+                return request, error
             pictures.append((span.start, span.stop, rows[span.first_row : span.first_row + span.stop - span.start]))
         return None
 
@@ -302,7 +303,7 @@ class Scheduler:
         return self._model.encode(torch.tensor(features["pixel_values"]), item.grid_thw)
 
     def _name_pages(self, request: Request) -> None:
-        """Let others find the prompt's pages that are complete."""
+        """Let others find its pages that are complete, as far as their names are known."""
         complete = request.draft.num_computed_tokens // self.pool.page_size
         for page in range(request.named, min(complete, len(request.hashes))):
             self.pool.name(request.pages[page], request.hashes[page])
@@ -353,13 +354,11 @@ class Scheduler:
         try:
             with self._timed():
                 node = request.draft.commit(reason, metadata=request.metadata | {"text": request.text.text})
-                hashes = page_hashes(node, "sglang", self.pool.page_size, salt=request.salt)
+                request.hashes = page_hashes(node, "sglang", self.pool.page_size, salt=request.salt)
         except SessionTreeError as error:
             self._end(request, "error", error)
             return
-        complete = min((node.stop - 1) // self.pool.page_size, len(hashes))  # nobody ran the last token
-        for page in range(request.named, complete):
-            self.pool.name(request.pages[page], hashes[page])
+        self._name_pages(request)
         self._let_go(request)
         request.ended = True
         _tell(request, Output((token,), text, reason, matched, node, cached_tokens=request.cached_tokens or 0))

@@ -9,7 +9,6 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -70,21 +69,20 @@ class Service:
         self.engine.check_room(len(rids))
         uploads = await self._uploads(tenant, native.uploads_of(body))
         token_ids, media = await asyncio.to_thread(native.prompt_of, body, uploads.items, self.model.vocab_size)
-        keep = partial(uploads.keep, self.store.store)
         params = body.session_params
         if params is None:
             if not token_ids:
                 raise Refused(400, "a prompt has at least one token", type="OutOfRange", param="input_ids")
 
             def place(session: Session) -> Node:
-                refuse_taken(session, rids, token_ids)
-                return history.continue_tokens(session, token_ids, media, sampling.max_new_tokens, keep)
+                refuse_taken(session, rids, session.root, token_ids)
+                return history.continue_tokens(session, token_ids, media, sampling.max_new_tokens, uploads.keep)
 
             return await self._without_session(tenant, place, wish.for_each(rids))
         wish = attrs.evolve(wish, head=True)
         async with self.sessions.using(session_store_id(tenant, params.id)) as live:
             wishes = wish.for_each(rids)
-            return await self.sessions.generate(live, params.model_dump(exclude={"id"}), token_ids, media, wishes, keep)
+            return await self.sessions.generate(live, params.model_dump(exclude={"id"}), token_ids, media, wishes, uploads.keep)
 
     async def complete(self, tenant: str, body: schemas.ChatCompletion) -> tuple[str, Answer]:
         self._check_model(body.model)
@@ -97,8 +95,7 @@ class Service:
         rids = [completion_id] if body.n in (None, 1) else [f"{completion_id}-{index}" for index in range(body.n or 0)]
 
         def place(session: Session) -> Node:
-            keep = partial(uploads.keep, self.store.store)
-            return history.continue_chat(session, chat.render(said), wish.sampling.max_new_tokens, keep)
+            return history.continue_chat(session, chat.render(said), wish.sampling.max_new_tokens, uploads.keep)
 
         return completion_id, await self._without_session(tenant, place, wish.for_each(rids))
 
@@ -119,8 +116,7 @@ class Service:
         def place(session: Session) -> Node:
             wanted = responses.instruction_ids(body.instructions)
             turns = chat.render(said, after_reply=before is not None)
-            keep = partial(uploads.keep, self.store.store)
-            return history.continue_response(session, before, had, wanted, turns, sampling.max_new_tokens, keep)
+            return history.continue_response(session, before, had, wanted, turns, sampling.max_new_tokens, uploads.keep)
 
         response_id = f"resp_{uuid.uuid4().hex}"
         metadata = {responses.KEPT: asked} if body.store is not False else {}
@@ -176,7 +172,7 @@ class Service:
             what = f"{len(uploads)} pictures; a request has {schemas.MAX_IMAGES} at most"
             raise Refused(413, what, type="LimitExceeded", code="too_many_images")
         if not uploads:
-            return Uploads()
+            return Uploads(self.store.store)
         async with self.uploading[tenant]:
             loop, pictures = asyncio.get_running_loop(), self.pictures
             return await loop.run_in_executor(pictures.threads, pictures.take, self.store.store, tenant, uploads)
@@ -219,5 +215,6 @@ async def serving(config: Config) -> AsyncIterator[Service]:
             upkeep.cancel()
             await sessions.end(0.0)
             await asyncio.to_thread(engine.close)
+            pictures.threads.shutdown(wait=False)
             figures.close()
             gc.unfreeze()

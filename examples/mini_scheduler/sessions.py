@@ -244,7 +244,7 @@ def _placed(
     node = session.root
     if where.rid is not None:
         node = session.truncate(running.get(where.rid) or session.head(where.rid).node, where.length)
-    refuse_taken(session, rids, [*node.input_ids().tolist(), *token_ids])
+    refuse_taken(session, rids, node, token_ids)
     keep()
     prompt = session.append(node, token_ids, media=media)
     return _Place(where, prompt, {_PARENT: where.rid} | ({TIP: tip} if at_tip is not None else {}))
@@ -257,11 +257,11 @@ def _at(session: Session, name: str) -> Node | None:
         return None
 
 
-def refuse_taken(session: Session, rids: Iterable[str], prompt: Sequence[int]) -> None:
-    """Before anything is appended: raises NameTaken where a rid is that of a reply to something else than this prompt."""
+def refuse_taken(session: Session, rids: Iterable[str], node: Node, token_ids: Sequence[int]) -> None:
+    """Before they are appended: raises NameTaken where a rid is that of a reply to something else than these behind ``node``."""
     for rid in rids:
         known = _at(session, rid)
-        if known is not None and (known.start != len(prompt) or known.input_ids(0, known.start).tolist() != list(prompt)):
+        if known is not None and known.input_ids(0, known.start).tolist() != [*node.input_ids().tolist(), *token_ids]:
             raise NameTaken(f"rid {rid!r} is that of another request", name=rid, actual=None)
 
 

@@ -91,8 +91,8 @@ class Look(NamedTuple):
 class Removal(NamedTuple):
     """What is taken out of one session: all of it, and only where nothing changed since it was chosen.
 
-    ``version``: the session's, which stays; its ``removals`` grow by one. ``ordinals``: of nodes. ``refs``: names. ``forks``: how many
-    sessions there are that have their tip in it. ``whole``: the session itself, which is gone.
+    ``version``: the session's, which stays; its ``removals`` grow by one. ``ordinals``: of nodes. ``refs``: names. ``forks``: how
+    many sessions there are that have their tip in it. ``whole``: the session itself, which is gone.
     """
 
     session: int

@@ -110,7 +110,10 @@ class Sessions(Protocol):
         """Numbers from 1 on that were never given before, ascending, below 2**32 - 1."""
 
     def create(self, new: NewSession) -> Literal["made", "taken", "dropped"]:
-        """Make a session, durably. "taken": one of that name is there. "dropped": the tip's session is not as it was looked at."""
+        """Make a session, durably; its version is 0.
+
+        "taken": one of that name is there. "dropped": the tip's session has other ``drops`` by now, or is no longer there.
+        """
 
     def find(self, name: str) -> int | None:
         """The number of the session of a name; None where there is none, or it is gone."""

@@ -89,7 +89,9 @@ class _Operation(Generic[R]):
             if wait in durable:
                 continue
             try:
-                wait()
+                anew = wait()
+                if anew is not None and isinstance(self._result, Head):  # its version is another; nodes are what they were
+                    self._result = anew.result
             except BaseException as error:
                 if self._undo is not None and not self._errors:
                     self._undo()

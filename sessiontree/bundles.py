@@ -702,9 +702,8 @@ class _Import:
                 reserve_output=record.limits.reserve_output,
             )
         while True:
-            drops = 0 if store._journal is None else store._journal.drops
             source = store.get(contents.sessions[record.tip[0]].session_id)
-            tree = source._tree
+            tree, drops = source._seen()
             node = tree.node(self._id(tip))
             with suppress(Overtaken):  # something was dropped: perhaps this node
                 return store._fork(source, tree, node, record.session_id, tree._over_path(node, record.limits), drops)

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from struct import Struct
 from sys import getsizeof
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
@@ -245,6 +245,7 @@ class SessionNodes:
         self._places = places
         self.missing = int(np.count_nonzero(places == MISSING))
         self.lenient = bool(log.damaged)
+        self._ahead: dict[int, bytes] = {}  # records by ordinal, until they are asked for
         self._asked = 0
         self._by_id: tuple[NDArray[np.uint64], NDArray[np.int64]] | None = None
         self._by_parent: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
@@ -287,7 +288,7 @@ class SessionNodes:
     def _read(self, ordinal: int, parent_id: bytes, start: int | None, rules: PositionScheme) -> Stored:
         known = self._columns.entries[self._place(ordinal)]
         with self._naming(ordinal, known):
-            record = codec.decode(self._log.read(known))
+            record = codec.decode(self._ahead.pop(ordinal, b"") or self._log.read(known))
             if not isinstance(record, codec.NodeRecord) or (record.session, record.ordinal, record.parent, record.id) != (
                 known["session"],
                 ordinal,
@@ -299,6 +300,12 @@ class SessionNodes:
             begins = record.state.num_tokens - len(record.data) // TOKEN_BYTES if start is None else start
             codec.check_positions(record, begins, rules)
         return Stored(record.turn, record.details)
+
+    def read_ahead(self, ordinals: Sequence[int]) -> None:
+        self._ahead.clear()
+        if self._log.costly and len(ordinals) > 1:
+            rows = self._columns.entries[[self._place(ordinal) for ordinal in ordinals]]
+            self._ahead.update(zip(ordinals, self._log.read_all(rows), strict=True))
 
     def raw(self, ordinal: int) -> bytes:
         known = self._columns.entries[self._place(ordinal)]
@@ -377,7 +384,7 @@ class SessionNodes:
         for start in range(0, len(order), _BATCH):
             batch = order[start : start + _BATCH]
             rows = self._columns.entries[places[batch]]
-            records = map(self._log.read, rows) if _scattered(rows) else self._log.read_all(rows)
+            records = map(self._log.read, rows) if not self._log.costly and _scattered(rows) else self._log.read_all(rows)
             for at, record in zip(batch.tolist(), records, strict=True):
                 yield children[at], *codec.content_of(record)
 
@@ -414,7 +421,13 @@ def _scattered(rows: NDArray[Any]) -> bool:
     return bool(np.count_nonzero(np.diff(stretches, prepend=-1)) * _FEW > len(rows))
 
 
-Wait = Callable[[], None]  # until a change is durable; raises StoreFailed where it never will be
+class Anew(NamedTuple):
+    """Somebody else wrote first, so that an operation was done once more. ``result``: what came of it."""
+
+    result: Any
+
+
+Wait = Callable[[], Anew | None]  # until a change is durable; raises StoreFailed where it never will be
 
 
 class _Thread(threading.local):
@@ -466,11 +479,15 @@ class Journal:
         self._listed: dict[int, str | None] = {}  # ids of the sessions that the log was seen to hold; None: it is damaged
         self._indexes: WeakValueDictionary[tuple[int, bool], StoredIndex] = WeakValueDictionary()  # the newest
         self._living: WeakKeyDictionary[StoredIndex, tuple[int, bool]] = WeakKeyDictionary()  # all
+        self._gone: set[int] = set()  # sessions that were dropped meanwhile
+        self._begin()
+
+    def _begin(self) -> None:
+        """Look at what is there."""
         self._columns = columns = self._columns_now()
         later = np.flatnonzero((columns.kinds < codec.SESSION) | (columns.kinds > codec.DROP))
         if len(later) and not self.read_only:
-            raise IncompatibleStore(f"{path} holds {len(later)} records of a later version; open it read_only", path=path)
-        self._gone: set[int] = set()  # sessions that were dropped meanwhile
+            raise IncompatibleStore(f"{self.path} holds {len(later)} records of a later version; open it read_only", path=self.path)
         numbered = columns.sessions[np.concatenate([columns.places(codec.SESSION), columns.places(codec.OPENED)])]
         self._next = int(numbered.astype(np.int64).max(initial=-1)) + 1
         self._openings = self._last_opening(columns)
@@ -554,23 +571,29 @@ class Journal:
         """Whether what :meth:`changed` gave a number for is on disk; None while that is not known."""
         return self._log.is_durable(number)
 
-    def wait(self, number: int, then: Callable[[], None]) -> None:
+    def wait(self, number: int, then: Callable[[], None], again: Callable[[], object]) -> Anew | None:
         """Until it is on disk, and do ``then``, whether it is or not; or hand that over (:func:`waits_handed_over`).
 
-        Raises StoreFailed where it never will be, naming the nodes.
+        ``again``: done at last where somebody else wrote first. Raises StoreFailed where it never will be on disk, naming the
+        nodes.
         """
         if _thread.handed is None:
-            self._wait(number, then)
-        else:
-            _thread.handed.append(partial(self._wait, number, then))
+            return self._wait(number, then, again)
+        _thread.handed.append(partial(self._wait, number, then, again))
+        return None
 
-    def _wait(self, number: int, then: Callable[[], None]) -> None:
+    def _wait(self, number: int, then: Callable[[], None], again: Callable[[], object]) -> Anew | None:
         try:
             self._log.wait(number)
+        except Overtaken:
+            pass
         except StoreFailed as error:
             raise self._naming(error) from error.__cause__
+        else:
+            return None
         finally:
             then()
+        return Anew(again())
 
     def settles(self, number: int) -> bool:
         """Wait until it is known whether it is on disk: whether it is."""
@@ -581,6 +604,27 @@ class Journal:
     def relieve(self) -> None:
         """Where changes come faster than the disk takes them, wait for it."""
         self._log.relieve()
+
+    @property
+    def many_write(self) -> bool:
+        """Whether other processes write to the same sessions."""
+        return False
+
+    def is_current(self, number: int) -> bool:
+        """Whether the session in hand has all there is by now; whoever calls it holds that session's lock."""
+        return False
+
+    def view(self, number: int) -> tuple[SessionTree, dict[bytes, int]]:
+        """As :meth:`tree`, for somebody who only looks."""
+        return self.tree(number)
+
+    def dropped_since(self, number: int) -> Sequence[bytes]:
+        """Ids of what was dropped from a session between the last two calls of :meth:`tree`, where many write."""
+        return ()
+
+    def drops_of(self, number: int | None) -> Any:
+        """What :meth:`create` is to be given of a session that is forked; whoever calls it holds that session's lock."""
+        return self.drops
 
     def flush(self) -> None:
         """Until everything is on disk. Raises StoreFailed naming the nodes that never will be."""
@@ -673,8 +717,8 @@ class Journal:
                 if new.same_as(old):
                     index.source, index.told = new, told
 
-    def columns(self) -> Columns:
-        """What the log has by now."""
+    def columns(self, number: int | None = None) -> Columns:
+        """What the log has by now, at least of a session, if it is of one."""
         if self.follows:
             self._log.refresh()
         known = self._columns
@@ -764,7 +808,7 @@ class Journal:
 
     def tip_of(self, number: int) -> tuple[int, int] | None:
         """Of a stored fork: the number of the session it was made from, and the ordinal of the node it was made at."""
-        columns = self.columns()
+        columns = self.columns(number)
         places = columns.places(codec.SESSION, number)
         return self._session(columns, places[0]).tip if len(places) else None
 
@@ -777,7 +821,9 @@ class Journal:
 
     def stored(self, number: int) -> tuple[SessionTree, dict[bytes, int]]:
         """The same of what is on disk."""
-        columns = self.columns()
+        return self._made_of(self.columns(number), number)
+
+    def _made_of(self, columns: Columns, number: int) -> tuple[SessionTree, dict[bytes, int]]:
         index = self._index(columns, number)
         top = NodeIndex(index.root, index.limits, base=index, base_count=index.count)
         heads: dict[str, StoredHead] = {}
@@ -787,7 +833,7 @@ class Journal:
         damage = max(((segment, start) for segment, start, _ in self._log.losses), default=(0, 0))
         for place in places[::-1][last]:
             known = columns.entries[place]
-            record = self._read(known, codec.HeadRecord, "a head of ")
+            record = self._read_at(columns, place, codec.HeadRecord, "a head of ")
             moves = max(moves, record.version)
             if record.ordinal is not None:
                 uncertain = damage > (int(known["segment"]), int(known["offset"]))
@@ -798,7 +844,10 @@ class Journal:
         """The nodes of a session, as far as the log has them."""
         chain: list[codec.SessionRecord] = []  # of a fork, also the session it was forked from, and so on
         at: int | None = number
+        found: list[Columns] = []
         while at is not None:
+            columns = self._within(columns, at)
+            found.append(columns)
             mine = columns.places(codec.SESSION, at)
             if not len(mine):
                 what = f"session {chain[-1].session_id!r} goes on from session {at} of which" if chain else f"of session {at}"
@@ -809,10 +858,14 @@ class Journal:
                 raise CorruptTree(f"session {at} is a fork of session {record.tip[0]}, which is none before it")
             at = None if record.tip is None else record.tip[0]
         index = None
-        for record in reversed(chain):
+        for record, columns in zip(reversed(chain), reversed(found), strict=True):
             index = self._opened_index(columns, record, index, whole=record.session != number)
         assert index is not None
         return index
+
+    def _within(self, columns: Columns, number: int) -> Columns:
+        """What is known of a session where that of others is known."""
+        return columns
 
     def _opened_index(
         self, columns: Columns, record: codec.SessionRecord, source: StoredIndex | None, *, whole: bool
@@ -824,9 +877,9 @@ class Journal:
         drops = () if whole else self.dropped(columns, record.session)
         key = record.session, bool(drops)
         with self._lock:
-            index = self._indexes.get(key)
-            if index is not None and index.told == self._told(columns, *key):
-                return index
+            old = self._indexes.get(key)
+            if old is not None and old.told == self._told(columns, *key):
+                return old
         if record.tip is None or source is None:
             rules = scheme(record.scheme, **dict(record.params))
             lineage = Lineage(rules, record.namespace, record.model_fingerprint, weakref.ref(self._features))
@@ -848,6 +901,8 @@ class Journal:
             tip=tip,
         )
         index.told = self._told(columns, *key)
+        if old is not None and self.follows:
+            index.adopt_living(old.living())
         with self._lock:
             self._indexes[key] = index
             self._living[index] = key
@@ -862,7 +917,7 @@ class Journal:
         """The ordinals that a session no longer shows, without those below them."""
         ordinals: set[int] = set()
         for place in columns.places(codec.DROP, number):
-            ordinals.update(self._read(columns.entries[place], codec.DropRecord, "a drop in ").ordinals)
+            ordinals.update(self._read_at(columns, place, codec.DropRecord, "a drop in ").ordinals)
         return tuple(sorted(ordinals))
 
     def _pinned(self, columns: Columns, number: int) -> dict[bytes, int]:
@@ -885,7 +940,10 @@ class Journal:
         return SessionNodes(self._log, columns, places, first, whose)
 
     def _session(self, columns: Columns, place: int) -> codec.SessionRecord:
-        return self._read(columns.entries[place], codec.SessionRecord)
+        return self._read_at(columns, place, codec.SessionRecord)
+
+    def _read_at(self, columns: Columns, place: int, kind: type[R], what: str = "") -> R:
+        return self._read(columns.entries[place], kind, what)
 
     def _read(self, known: Any, kind: type[R], what: str = "") -> R:
         """The record of an entry, of a session or of ``what`` of one. Raises CorruptTree naming the session."""
@@ -901,11 +959,11 @@ class Journal:
 
     # Writing
 
-    def create(self, session_id: str, tree: SessionTree, tip: tuple[int, int] | None, drops: int = 0) -> tuple[int, int, int]:
+    def create(self, session_id: str, tree: SessionTree, tip: tuple[int, int] | None, drops: Any = 0) -> tuple[int, int, int]:
         """Record a new session with all that its tree holds: its number, which opening of the store this is, what to wait for.
 
-        ``tip``: whose node's path it shares, seen while there had been so many ``drops``. Raises Overtaken where there were more
-        since: what it shares may have been dropped. Waits where changes are waited for.
+        ``tip``: whose node's path it shares, ``drops``: what :meth:`drops_of` said of that session then. Raises Overtaken where
+        there were more since: what it shares may have been dropped. Waits where changes are waited for.
         """
         self.check_writable()
         root = tree.root
@@ -986,7 +1044,7 @@ class Journal:
 
         Of those that lie below each other, the topmost. Looks at what is written, or at ``columns``.
         """
-        columns = self.columns() if columns is None else columns
+        columns = self.columns(number) if columns is None else columns
         first, places = columns.by_ordinal(columns.places(codec.NODE, number))
         parents = parents_of(columns, places)
         heads = columns.places(codec.HEAD, number)
@@ -999,7 +1057,16 @@ class Journal:
         topmost = dead & ((above_them < 0) | ~dead[np.clip(above_them, 0, max(len(dead) - 1, 0))])
         return (np.flatnonzero(topmost) + first).tolist()
 
-    def ids_of(self, columns: Columns, number: int, ordinals: Iterable[int]) -> list[bytes]:
+    def drop_unreachable(self, numbers: Iterable[int], recent: int, columns: Columns | None) -> dict[int, list[bytes]]:
+        """Drop what is :meth:`unreachable` in sessions that nobody has in hand: ids by session, without those below them."""
+        assert columns is not None
+        found = ((number, self.unreachable(number, recent, (), columns)) for number in numbers)
+        dead = {number: ordinals for number, ordinals in found if ordinals}
+        if dead:
+            self.drop_all(dead)
+        return {number: self._ids_of(columns, number, ordinals) for number, ordinals in dead.items()}
+
+    def _ids_of(self, columns: Columns, number: int, ordinals: Iterable[int]) -> list[bytes]:
         """The ids of nodes of a session, which are there."""
         first, places = columns.by_ordinal(columns.places(codec.NODE, number))
         return [columns.entries[places[ordinal - first]]["id"].tobytes() for ordinal in ordinals]
@@ -1032,9 +1099,13 @@ class Journal:
                 raise
         return incarnation
 
-    def alias(self, namespace: Namespace, alias: str, identity: bytes | None) -> None:
-        """Record what an alias names; None: nothing any more. Waits for it where changes are waited for."""
+    def alias(self, namespace: Namespace, alias: str, identity: bytes | None) -> bytes | None:
+        """Record what an alias names; None: nothing any more. Waits for it where changes are waited for.
+
+        What it names then: where others write, perhaps what one of them said first.
+        """
         self._record(codec.AliasRecord(namespace, alias, identity), 0)
+        return identity
 
     def aliased(self, namespace: Namespace, alias: str) -> bytes | None:
         """What an alias named when the log was looked at."""

@@ -53,6 +53,22 @@ def followed(
     return tuple(events) + dropped(session_id, incarnation, map(old.source.id_of, gone), wanted)
 
 
+def looked_anew(
+    session_id: str, incarnation: int, before: SessionTree, after: SessionTree, wanted: frozenset[str], drafts: Drafts
+) -> Batch:
+    """As :func:`changed`, of what others wrote where many do. New nodes are read; what was dropped is told of by others."""
+    events: list[Fields] = []
+    if "node_committed" in wanted:
+        try:
+            for node in after._index.nodes_from(before._count, after._count):
+                events.append(committed(session_id, incarnation, node))
+        except SessionTreeError as error:  # nobody is to fail for a listener's sake
+            _logger.warning("session %r: new nodes cannot be told of: %s", session_id, error)
+            events.append(lost(1))
+    events += _moved(session_id, incarnation, before, after, wanted, drafts)
+    return tuple(events)
+
+
 def committed(session_id: str, incarnation: int, node: Node, _kind: Kind = "node_committed") -> Fields:
     """That a node is visible."""
     parent = node.parent

@@ -37,6 +37,7 @@ from sessiontree.errors import (
     SessionTreeError,
     StaleSession,
     UnknownNode,
+    UnknownSession,
     Unsupported,
 )
 from sessiontree.events import Batch, Feed
@@ -44,7 +45,7 @@ from sessiontree.frozen import EMPTY_METADATA, checked_text, freeze_metadata
 from sessiontree.handover import Parcel, packed, unpacked
 from sessiontree.heads import Head, HeadNodes, heads_bytes
 from sessiontree.index import NodeIndex
-from sessiontree.journal import Journal, Overtaken, WriteLost
+from sessiontree.journal import Anew, Journal, Overtaken, WriteLost
 from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
 from sessiontree.memory import HeldNodes
@@ -83,6 +84,8 @@ class Home(Protocol):
     def flush(self) -> None: ...
 
     def _forget(self, session: Session) -> None: ...
+
+    def _got(self, session_id: str) -> Session: ...
 
 
 class Session:
@@ -511,9 +514,10 @@ class Session:
         if journal.waits:
             check_may_wait(journal)
         made = self._attach_at_rest(journal, parent, turn, details, reserved)
+        attached = partial(self._attached, parent, turn, details, reserved)
         if made is None:
-            return self._swap_durably(journal, partial(self._attached, parent, turn, details, reserved))
-        self._see_through(journal, made[1])
+            return self._swap_durably(journal, attached)
+        self._see_through(journal, made[1], attached)
         return made[0]
 
     def _attached(self, parent: Node, turn: Turn, details: Details, reserved: int, tree: SessionTree) -> tuple[SessionTree, Node]:
@@ -560,14 +564,20 @@ class Session:
                     self._tree = self._written
             return node, waiting
 
-    def _see_through(self, journal: Journal, waiting: int) -> None:
-        """Wait for what was told of and show it, or else see that the disk keeps up; no lock is held."""
+    def _see_through(
+        self, journal: Journal, waiting: int, operation: Callable[[SessionTree], tuple[SessionTree, T]]
+    ) -> Anew | None:
+        """Wait for what was told of and show it, or else see that the disk keeps up; no lock is held.
+
+        Where another process wrote first, the operation is done anew on what there is then.
+        """
         if journal.waits:
-            journal.wait(waiting, partial(self._settle_alone, journal))
-        else:
-            if self._feed.wanted:
-                self._feed.pass_on()
-            journal.relieve()
+            again = partial(self._swap_durably, journal, operation)
+            return journal.wait(waiting, partial(self._settle_alone, journal), again)
+        if self._feed.wanted:
+            self._feed.pass_on()
+        journal.relieve()
+        return None
 
     def _check_there(self, tree: SessionTree, parent: Node) -> None:
         """A node that was found before the lock was taken may have been dropped since. Raises UnknownNode."""
@@ -672,10 +682,10 @@ class Session:
                     del refused  # which holds this frame
             return self._swap_durably(journal, operation)
         try:
-            self._see_through(journal, waiting)
+            anew = self._see_through(journal, waiting, operation)
         finally:
             self._feed.pass_on()
-        return result
+        return result if anew is None else anew.result
 
     def _tell(self, journal: Journal) -> int:
         """Put all that was written into the journal, in order: the number to wait for.
@@ -732,19 +742,58 @@ class Session:
     def _reload(self, journal: Journal, gone: Iterable[bytes] = ()) -> None:
         """Something was lost, or dropped: what is there is what the disk has."""
         assert self._number is not None
-        tree, pins = journal.tree(self._number)
+        many = journal.many_write
+        held = self._refs() if many else ()
+        try:
+            tree, pins = journal.tree(self._number)
+        except UnknownSession:  # it was dropped elsewhere
+            self._end()
+            self._store._forget(self)
+            self._check_open()
+            raise
+        if many:
+            gone, self._dropped = journal.dropped_since(self._number), True
         self._unsettled.clear()
         self._waiting = 0
         self._written = self._told[0] = tree
-        self._turn_to(tree, gone)
+        self._turn_to(tree, gone, news.looked_anew if many else news.changed)
         self._pins = pins
         self._doubtful = False
+        self._adopt_nodes(held)
 
     def _catch_up(self, journal: Journal) -> None:
         """Know what has become of all that was handed over, as far as that is known."""
         self._settle(journal)
         if self._doubtful:
             self._reload(journal)
+
+    def refresh(self) -> None:
+        """Take in what other processes wrote to it; :meth:`SessionStore.get` does the same.
+
+        That is one call of a store that many write, and an operation that comes upon what others wrote does it by itself. Elsewhere
+        there is nothing to take in, but for a store that follows its writer (``read_only``). Raises UnknownSession where it was
+        dropped, StoreFailed.
+        """
+        self._check_open()
+        if self._store._journal is not None and self._store._journal.follows:
+            self._store._got(self._id)
+            self._feed.pass_on()
+
+    def _look_anew(self, journal: Journal) -> None:
+        """Have what there is by now."""
+        assert self._number is not None
+        with self._lock:
+            if not journal.many_write:
+                self._follow(*journal.tree(self._number))
+            elif not journal.is_current(self._number):
+                self._reload(journal)
+        self._feed.pass_on()
+
+    def _seen(self) -> tuple[SessionTree, Any]:
+        """Its tree, and what the journal is to be told when something is made of it, in one."""
+        journal = self._store._journal
+        with self._lock:  # where nothing is dropped in between
+            return self._tree, 0 if journal is None else journal.drops_of(self._number)
 
     def _show(self, journal: Journal) -> None:
         with self._lock:
@@ -852,6 +901,12 @@ class Session:
     def _set_pin(self, node: Node | bytes, *, pinned: bool) -> None:
         journal = self._store._journal
         self._check_alone(journal is not None and journal.waits)
+        while not self._pinned(journal, node, pinned=pinned):
+            pass
+        self._feed.pass_on()
+
+    def _pinned(self, journal: Journal | None, node: Node | bytes, *, pinned: bool) -> bool:
+        """Whether that was done; else somebody else wrote first."""
         with self._lock:
             self._check_open()
             if journal is not None:
@@ -859,12 +914,16 @@ class Session:
             tree = self._tree if journal is None else self._written
             found = tree._resolve(node)
             if (found.id in self._pins) == pinned:
-                return
+                return True
             ordinal = tree._index.find_ordinal(found, tree._count)
             assert ordinal is not None
             number = self._number
             if journal is not None and number is not None:
-                self._recorded(lambda: journal.pin(number, ordinal, found.id, pinned, self._waiting))
+                try:
+                    self._recorded(lambda: journal.pin(number, ordinal, found.id, pinned, self._waiting))
+                except (Overtaken, WriteLost):
+                    self._reload(journal)
+                    return False
             pins = {**self._pins, found.id: ordinal}
             kept = {**self._kept, found.id: found}
             if not pinned:
@@ -872,6 +931,7 @@ class Session:
             self._pins, self._kept = pins, kept
             self._doubtful = False
             self._touch()
+            return True
 
     def _recorded(self, record: Callable[[], None]) -> None:
         """Record something that is not seen here yet: where it is interrupted, nobody knows whether it was."""
@@ -935,16 +995,20 @@ class Session:
                 self._check_open()
                 journal.flush()
                 self._catch_up(journal)
+                if journal.many_write and not journal.is_current(self._number or 0):
+                    self._reload(journal)
                 tree, number = self._told[0], self._number
                 ordinals = doomed(tree)
                 if not ordinals or number is None:
                     return
                 self._dropped = True
-                with suppress(Overtaken):  # a signal handler did something: perhaps it moved a head there
+                # Overtaken: a signal handler did something, perhaps it moved a head there; or another process.
+                with suppress(Overtaken, WriteLost) if journal.many_write else suppress(Overtaken):
                     self._recorded(lambda: journal.drop(number, ordinals, self._waiting, self._told, tree))  # noqa: B023
                     break
             journal.flush()
-            gone = dict.fromkeys(ordinals) if "nodes_dropped" in self._feed.wanted else ()
+            tells = "nodes_dropped" in self._feed.wanted and not journal.many_write  # else looking anew does
+            gone = dict.fromkeys(ordinals) if tells else ()
             self._reload(journal, [tree._index.id_of(ordinal) for ordinal in gone])
             self._touch()
         self._feed.pass_on()
@@ -1097,9 +1161,7 @@ class Session:
         """Give out those that live as its own, though it is read from the disk."""
         stored = self._tree._index.base
         if isinstance(stored, StoredIndex):
-            for ordinal, known in nodes:
-                if (node := known()) is not None:
-                    stored.adopt(ordinal, node)
+            stored.adopt_living((ordinal, node) for ordinal, known in nodes if (node := known()) is not None)
 
     def _refs(self) -> list[tuple[int, ref[Node]]]:
         """Its nodes in memory, with their ordinals, without holding them."""

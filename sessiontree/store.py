@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from sys import getrefcount
 from types import TracebackType
 from typing import Any, Final, NamedTuple
@@ -20,8 +21,11 @@ import numpy as np
 
 from sessiontree import codec, news
 from sessiontree.backends.base import Progress
+from sessiontree.backends.blob_features import BlobFeatures
 from sessiontree.backends.blobs import FeatureFolder
 from sessiontree.backends.segment_log import new_identity
+from sessiontree.backends.shared import Backend
+from sessiontree.codec import name_digest
 from sessiontree.compaction import GcReport, compact
 from sessiontree.draft import NOWHERE, Draft
 from sessiontree.errors import (
@@ -42,7 +46,7 @@ from sessiontree.features import DEFAULT_BUDGET as DEFAULT_FEATURE_BYTES
 from sessiontree.features import Features, FeatureStore
 from sessiontree.frozen import checked_text
 from sessiontree.handover import unpacked
-from sessiontree.journal import Durability, Journal, Overtaken
+from sessiontree.journal import Durability, Journal, Overtaken, WriteLost
 from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
 from sessiontree.memory import HeldNodes
@@ -50,6 +54,8 @@ from sessiontree.node import Namespace, Node
 from sessiontree.positions import PositionScheme
 from sessiontree.positions import scheme as scheme_named
 from sessiontree.session import Session, check_may_wait
+from sessiontree.shared_gc import collect
+from sessiontree.shared_journal import SharedJournal
 from sessiontree.sleepers import Sleeper, Sleepers
 from sessiontree.tokens import PathCache, as_index, in_range
 from sessiontree.tree import DEFAULT_PATH_CACHE_BYTES, SessionTree, limits_of, lineage_of, new_tree
@@ -214,6 +220,69 @@ class SessionStore:
             _logger.error("%r: damaged in %d places; it is only read", store, len(store.damaged))
         return store
 
+    @classmethod
+    def connect(
+        cls,
+        where: str | Backend,
+        *,
+        tenant: str | None = None,
+        replica: str | None = None,
+        blobs: str | None = "database",
+        blob_grace_seconds: float = 3600.0,
+        read_only: bool = False,
+        cache_bytes: int = 256 * 2**20,
+        feature_bytes: int = DEFAULT_FEATURE_BYTES,
+        path_cache_bytes: int = DEFAULT_PATH_CACHE_BYTES,
+        idle_ttl: float | None = None,
+        draft_ttl: float | None = None,
+        memory_bytes: int | None = None,
+    ) -> SessionStore:
+        """A store that many processes write at once: in PostgreSQL (a ``postgresql://`` URL), or in any other backend.
+
+        A change is durable when the call that made it returns, as with "commit", and nobody sees it before. A session in hand is as
+        this process saw it last; :meth:`get` and :meth:`Session.refresh` look at what others wrote since. What it writes is checked
+        against what there is: an append under any node succeeds, and a head that somebody else has moved raises HeadMoved.
+        Threads that wait at the same time are committed together.
+
+        ``tenant``: see and make sessions of that tenant's namespaces alone; None: all. ``replica``: URL of a server that nodes are
+        read from; what is not there yet is asked of the first. ``blobs``: where features of media are kept: "database",
+        "s3://bucket/prefix", or None. ``blob_grace_seconds``: how old features that no node names must be for :meth:`gc` to remove
+        them; those of a turn that is about to be committed somewhere are younger. ``cache_bytes``: of records of nodes, kept in
+        memory once they were read or written. The rest as for :meth:`open`.
+
+        Raises StoreFailed where the server cannot be reached, IncompatibleStore for a schema of another version, Unsupported where
+        psycopg is missing (``pip install sessiontree[postgres]``).
+        """
+        store = cls(
+            feature_bytes=feature_bytes,
+            path_cache_bytes=path_cache_bytes,
+            idle_ttl=idle_ttl,
+            draft_ttl=draft_ttl,
+            memory_bytes=memory_bytes,
+        )
+        if isinstance(where, str):
+            backend = backend_at(where, tenant=tenant, replica=replica, blobs=blobs, read_only=read_only)
+        else:
+            backend = where
+        try:
+            store._journal = SharedJournal(
+                backend,
+                store._features,
+                store._paths,
+                store._nodes,
+                cache_bytes=in_range(cache_bytes, sys.maxsize, "cache_bytes", "a store"),
+                tenant=tenant,
+                read_only=read_only,
+            )
+            if backend.blobs is not None:
+                prefix = "" if tenant is None else f"{name_digest(tenant).hex()}/"
+                store._features.files = BlobFeatures(backend.blobs, prefix, grace_seconds=blob_grace_seconds, read_only=read_only)
+        except BaseException:
+            backend.close()
+            raise
+        _logger.info("connected %r%s", store, ", read-only" if read_only else "")
+        return store
+
     def create(
         self,
         session_id: str,
@@ -243,18 +312,17 @@ class SessionStore:
         if not isinstance(session, Session):
             raise TypeError(f"a Session is forked, not {type(session).__name__}")
         while True:
-            drops = 0 if self._journal is None else self._journal.drops
-            tree = session._tree
+            tree, drops = session._seen()
             source = tree._resolve(node)
             with suppress(Overtaken):  # something was dropped: perhaps this node
                 return self._fork(session, tree, source, new_session_id, tree.forked(source), drops)
 
     def _fork(
-        self, session: Session, tree: SessionTree, source: Node, new_session_id: str, forked: SessionTree, drops: int
+        self, session: Session, tree: SessionTree, source: Node, new_session_id: str, forked: SessionTree, drops: Any
     ) -> Session:
         """A session of ``forked``, which lies over the path of ``source``, a node of the session's ``tree``.
 
-        ``drops``: how many there had been in the journal when that was found. Raises Overtaken where there are more by now.
+        ``drops``: what :meth:`Session._seen` said when that was found. Raises Overtaken where something was dropped since.
         """
         tip = None
         if session._number is not None and session._store is self and not session._closed:  # else it may lack what was dropped
@@ -263,7 +331,7 @@ class SessionStore:
             tip = session._number, ordinal
         return self._open(new_session_id, forked, tip, drops)
 
-    def _open(self, session_id: str, tree: SessionTree, tip: tuple[int, int] | None = None, drops: int = 0) -> Session:
+    def _open(self, session_id: str, tree: SessionTree, tip: tuple[int, int] | None = None, drops: Any = 0) -> Session:
         session_id = checked_text(session_id, "a session id")
         if not 0 < len(session_id) <= MAX_SESSION_ID:
             raise OutOfRange(
@@ -293,13 +361,15 @@ class SessionStore:
             put(batch)
 
     def _open_durably(
-        self, journal: Journal, session_id: str, tree: SessionTree, tip: tuple[int, int] | None, drops: int
+        self, journal: Journal, session_id: str, tree: SessionTree, tip: tuple[int, int] | None, drops: Any
     ) -> Session:
         making = new_lock()
         with making:
             try:
                 with self._opening:
                     self._check_open()
+                    if journal.many_write and session_id in self._sessions:  # perhaps it was dropped elsewhere
+                        self._taken(journal, session_id, self._sessions[session_id])
                     if session_id in self._sessions or session_id in self._creating or journal.number_of(session_id) is not None:
                         raise SessionExists(f"session {session_id!r} is in the store", session_id=session_id)
                     self._creating[session_id] = making
@@ -345,10 +415,10 @@ class SessionStore:
             session = None
         if number is None:
             return None
-        tree, pins = journal.tree(number)
         if session is not None:
-            session._follow(tree, pins)
+            session._look_anew(journal)
             return session
+        tree, pins = journal.tree(number)
         slept = self._asleep.get(number)
         incarnation = journal.opened(number) if slept is None else slept.incarnation
         session = Session(session_id, incarnation, tree, self, number)
@@ -410,7 +480,7 @@ class SessionStore:
         number = journal.number_of(session_id)
         if number is None:
             return None
-        tree, pins = journal.tree(number)
+        tree, pins = journal.view(number)
         return tree._read_only(), pins
 
     def get(self, session_id: str, *, scheme: PositionScheme | str | None = None, model_fingerprint: str | None = None) -> Session:
@@ -694,22 +764,35 @@ class SessionStore:
             session = self._got(session_id)
             session._check_alone(journal is not None and journal.waits)
             with session._lock:
-                if journal is not None:
-                    session._catch_up(journal)
-                for holder in (*(f"pin {pin[:4].hex()}" for pin in session._pins), *("an open draft" for _ in session._drafts())):
-                    raise NodeHeld(f"session {session_id!r} is held by {holder}", node=None, holder=holder)
-                was, session._closed = session._closed, True
-                try:
-                    if journal is not None and session._number is not None:
-                        journal.drop(session._number, [0], session._waiting)
-                except SessionTreeError:
-                    session._closed = was
-                    raise
-                finally:  # where it was interrupted, the journal knows whether it is gone
-                    if session._closed:
-                        session._drop_whole(told=was)
-                        self._forget(session)
+                while not self._dropped(journal, session):
+                    pass
         self._feed.pass_on()
+
+    def _dropped(self, journal: Journal | None, session: Session) -> bool:
+        """Drop a session, whose lock is held: whether that was done; else somebody else wrote to it first."""
+        if journal is not None:
+            session._catch_up(journal)
+        for holder in (*(f"pin {pin[:4].hex()}" for pin in session._pins), *("an open draft" for _ in session._drafts())):
+            raise NodeHeld(f"session {session.id!r} is held by {holder}", node=None, holder=holder)
+        was, session._closed = session._closed, True
+        try:
+            if journal is not None and session._number is not None:
+                journal.drop(session._number, [0], session._waiting)
+        except (Overtaken, WriteLost):
+            session._closed = was
+            assert journal is not None
+            if not journal.many_write:
+                raise
+            session._reload(journal)
+            return False
+        except SessionTreeError:
+            session._closed = was
+            raise
+        finally:  # where it was interrupted, the journal knows whether it is gone
+            if session._closed:
+                session._drop_whole(told=was)
+                self._forget(session)
+        return True
 
     def gc(self, *, recent: int | None = None, progress: Progress | None = None) -> GcReport:
         """Give back what was dropped: nodes, heads, aliases, and features that no node names any more.
@@ -760,26 +843,28 @@ class SessionStore:
                 progress(done, total)
 
         files = self._features.files
+        if isinstance(journal, SharedJournal):
+            return collect(journal, files if isinstance(files, BlobFeatures) else None, told)
         return compact(journal, files if isinstance(files, FeatureFolder) else None, told)
 
     def _collect_closed(self, journal: Journal, recent: int) -> None:
         """As :meth:`Session._collect`, of sessions that nobody has opened since gc began."""
         names = journal.session_ids()
         journal.flush()  # what they wrote before they were closed
-        columns = journal.columns()
-        columns.group()
         numbers = list(names)
+        columns = None
+        if not journal.many_write:  # else each session is looked at alone
+            columns = journal.columns()
+            columns.group()
         for start in range(0, len(numbers), _AT_ONCE):
             self._check_open()
             with self._opening:
                 asleep = [number for number in numbers[start : start + _AT_ONCE] if names[number] not in self._awake]
-                found = ((number, journal.unreachable(number, recent, (), columns)) for number in asleep)
-                if dead := {number: ordinals for number, ordinals in found if ordinals}:
-                    journal.drop_all(dead)
-                    wanted = self._feed.wanted
-                    for number, ordinals in dead.items() if "nodes_dropped" in wanted else ():
-                        slept, gone = self._asleep.get(number), journal.ids_of(columns, number, ordinals)
-                        self._feed.put(news.dropped(names[number], 0 if slept is None else slept.incarnation, gone, wanted))
+                dead = journal.drop_unreachable(asleep, recent, columns)
+                wanted = self._feed.wanted
+                for number, gone in dead.items() if "nodes_dropped" in wanted else ():
+                    slept = self._asleep.get(number)
+                    self._feed.put(news.dropped(names[number], 0 if slept is None else slept.incarnation, gone, wanted))
             self._feed.pass_on()
 
     def _count(self) -> int:
@@ -814,10 +899,9 @@ class SessionStore:
         identity = item.identity if isinstance(item, MediaItem) else MediaItem("image", item, ()).identity
         with self._opening:
             known = self._alias(scope, alias)
-            if known is None:
-                if self._journal is not None:
-                    self._journal.alias(scope, alias, identity)
-                known = self._aliases[scope, alias] = identity
+            while known is None:
+                known = identity if self._journal is None else self._journal.alias(scope, alias, identity)
+                self._aliases[scope, alias] = known
         if known != identity:
             raise KeyTaken(f"alias {alias!r} names {known[:4].hex()}, not {identity[:4].hex()}", key=alias, identity=known)
         return known
@@ -832,7 +916,7 @@ class SessionStore:
 
     def _alias(self, scope: Namespace, alias: str) -> bytes | None:
         self._check_open()
-        if (scope, alias) not in self._aliases and self._journal is not None:
+        if self._journal is not None and (self._journal.many_write or (scope, alias) not in self._aliases):
             return self._journal.aliased(scope, alias)
         return self._aliases.get((scope, alias))
 
@@ -964,6 +1048,19 @@ def _check_expected(session: Session, scheme: PositionScheme | str | None, model
             raise IncompatibleStore(
                 f"session {session.id!r} has the {what} {found!r}, not {expected!r}", expected=expected, found=found
             )
+
+
+def backend_at(url: str, *, tenant: str | None, replica: str | None, blobs: str | None, read_only: bool) -> Backend:
+    """The backend of a URL. Raises Unsupported."""
+    if not url.startswith(("postgresql://", "postgres://")):
+        shown = url.rsplit("@", maxsplit=1)[-1]
+        raise Unsupported(f"a store is connected to by a postgresql:// URL or a Backend, not {shown!r}")
+    try:
+        postgres: Any = import_module("sessiontree.backends.postgres")
+    except ImportError as error:
+        raise Unsupported(f"PostgreSQL needs pip install 'sessiontree[postgres]': {error}") from error
+    backend: Backend = postgres.connect(url, tenant=tenant, replica=replica, blobs=blobs, read_only=read_only)
+    return backend
 
 
 def _time(value: Any, what: str) -> float:

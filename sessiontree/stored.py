@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
@@ -31,6 +31,7 @@ from sessiontree.stored_prefixes import Content, StoredPrefixes
 from sessiontree.tokens import TOKEN_BYTES, Extent, token_array
 from sessiontree.turns import Turn
 
+_AHEAD: Final = 4096  # nodes of a path that are read together
 _RECENT: Final = 4  # nodes that are kept, with their paths, although nobody holds them
 
 
@@ -113,6 +114,9 @@ class NodeSource(Protocol):
 
     def read_alone(self, ordinal: int, parent_id: bytes, rules: PositionScheme) -> Stored:
         """The same without its parent, of which only the id is known: it starts where it says itself. Raises CorruptTree."""
+
+    def read_ahead(self, ordinals: Sequence[int]) -> None:
+        """These are read next, in order: where each costs a call of another machine, they are asked for together."""
 
     def raw(self, ordinal: int) -> bytes:
         """Its record as it lies there, its checksum checked and nothing else. Raises CorruptTree."""
@@ -226,6 +230,14 @@ class StoredIndex(NodeIndex):
         self._known[ordinal] = node
         self._held.count(node)
 
+    def adopt_living(self, nodes: Iterable[tuple[int, Node]]) -> None:
+        """The same of those of an older look at the session that are still what stands under their ordinals."""
+        source = self.source
+        for ordinal, node in nodes:
+            at = ordinal - source.first
+            if 0 <= at < len(source) and source.has(ordinal) and source.id_of(ordinal) == node.id:
+                self.adopt(ordinal, node)
+
     def children_of(self, ordinal: int) -> Sequence[int]:
         """Ordinals of the children of a node that lie here, in commit order."""
         return self.source.children_of(ordinal)
@@ -302,10 +314,14 @@ class StoredIndex(NodeIndex):
             if not parent < at:
                 raise CorruptTree(f"node {at} of the session names node {parent} as its parent, which is none before it")
             at = parent
-        for at in reversed(missing):
-            node = self._made(node, at)
-            self._known[at] = node
-            self._held.count(node)
+        missing.reverse()
+        for start in range(0, len(missing), _AHEAD):
+            batch = missing[start : start + _AHEAD]
+            self.source.read_ahead(batch)
+            for at in batch:
+                node = self._made(node, at)
+                self._known[at] = node
+                self._held.count(node)
         return node
 
     def _made(self, parent: Node, ordinal: int) -> Node:

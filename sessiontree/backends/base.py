@@ -21,8 +21,11 @@ class Lease(Protocol):
     ``first``: which beginning of the log it is of. ``records``: how many records ever stood before that.
     """
 
-    first: int
-    records: int
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def records(self) -> int: ...
 
 
 class WriteLost(StoreFailed):
@@ -37,6 +40,7 @@ class Log(Protocol):
     """Records in order, added only. Those enqueued together are there together or not at all, and never without those before."""
 
     recovered_bytes: int
+    costly: bool  # whether each call to read goes to another machine
 
     @property
     def durability(self) -> Durability: ...

@@ -179,6 +179,7 @@ class BundleFile:
 
     durability: Durability = "relaxed"
     recovered_bytes = 0
+    costly = False
     durable = 0
     read_only = True
     failed = False

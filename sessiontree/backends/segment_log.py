@@ -220,6 +220,8 @@ class SegmentLog:
     at the same place. After a failed sync, and under ``group`` and ``relaxed`` after a failed write, nothing is written any more.
     """
 
+    costly = False
+
     def __init__(
         self,
         path: str | os.PathLike[str],

@@ -1,0 +1,207 @@
+"""A backend over SQLite: sessions in one file, for any threads and processes of one machine. docs/backends.md takes it apart.
+
+``Sessions``, ``Nodes`` and ``Blobs`` are all that a store needs of a database. Whatever writes is one ``BEGIN IMMEDIATE``
+transaction: it sees all that was written before it, and nobody else writes meanwhile. After a fork the child connects anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+from sessiontree.backends.shared import Backend, Change, Look, NewNode, NewSession, NodeRow, Removal
+from sessiontree.errors import CorruptTree, IncompatibleStore, StoreFailed, Unsupported
+
+SCHEMA = """
+PRAGMA journal_mode = WAL;  -- who reads waits for no writer
+PRAGMA user_version = 1;
+CREATE TABLE counter AS SELECT 0 AS drawn;
+CREATE TABLE sessions (number PRIMARY KEY, name, tenant, record, tip_session, tip_ordinal, version, drops, removals, gone);
+CREATE INDEX sessions_by_name ON sessions (name);
+CREATE INDEX sessions_by_tip ON sessions (tip_session);
+CREATE VIEW ours AS SELECT * FROM sessions WHERE seen(tenant);  -- those of another tenant are not there
+CREATE TABLE nodes (session, ordinal, parent, id, key, record, PRIMARY KEY (session, ordinal));
+CREATE INDEX nodes_without_records ON nodes (session, ordinal, parent, id, key);
+CREATE TABLE refs (session, name, version, record, PRIMARY KEY (session, name));
+CREATE TABLE names (owner, name, record, PRIMARY KEY (owner, name));
+CREATE TABLE blobs (owner, name, made, data, PRIMARY KEY (owner, name));
+"""
+
+
+class Database:
+    """A file of SQLite, and two connections to it: one reads and one writes, each for a thread at a time."""
+
+    def __init__(self, path: str, tenant: str | None) -> None:
+        if not os.path.exists(path):  # made elsewhere and put there whole: of several who do so at once, one is first
+            with TemporaryDirectory(dir=os.path.dirname(path) or ".") as scratch:
+                with closing(sqlite3.connect(f"{scratch}/store")) as db:
+                    db.executescript(SCHEMA)
+                with suppress(FileExistsError):
+                    os.link(f"{scratch}/store", path)
+        self.path = path
+        self.owner = "" if tenant is None else f"tenant {tenant}"  # of names and blobs
+        self.connections: dict[str, tuple[threading.Lock, sqlite3.Connection]] = {}
+        for begin in ("BEGIN", "BEGIN IMMEDIATE"):
+            db = sqlite3.connect(path, timeout=60, isolation_level=None, check_same_thread=False)
+            db.create_function("seen", 1, lambda owner: tenant in (None, owner), deterministic=True)
+            self.connections[begin] = threading.Lock(), db
+        ((version,),) = self.select("user_version FROM pragma_user_version")
+        if version != 1:
+            self.close()
+            raise IncompatibleStore(f"{path} has tables of version {version}, not 1")
+
+    @contextmanager
+    def transaction(self, begin: str = "BEGIN IMMEDIATE") -> Iterator[sqlite3.Connection]:
+        """What is done in it is on disk when it ends, all of it; nothing of it is where an error comes out."""
+        lock, db = self.connections[begin]
+        try:
+            with lock, db:
+                db.execute(begin)
+                yield db
+        except sqlite3.Error as error:  # a damaged file is the base class; what passes, a lock or a full disk, is one below it
+            kind = CorruptTree if type(error) is sqlite3.DatabaseError else StoreFailed
+            raise kind(f"{self.path}: {error}") from error
+
+    def select(self, what: str, *values: object) -> list[Any]:
+        with self.transaction("BEGIN") as db:
+            return db.execute(f"SELECT {what}", values).fetchall()
+
+    def close(self) -> None:
+        for lock, db in self.connections.values():
+            with lock:
+                db.close()
+
+
+class Part:
+    def __init__(self, database: Database) -> None:
+        self.db = database
+
+
+class Sessions(Part):
+    def _add(self, db: sqlite3.Connection, session: int, nodes: Sequence[NewNode]) -> None:
+        # SQLite has no integers of 64 bits without a sign: a key is 8 bytes.
+        rows = [(session, row.ordinal, row.parent, row.id, row.key.to_bytes(8), record) for row, record in nodes]
+        db.executemany("INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?)", rows)
+
+    def draw(self, count: int) -> Sequence[int]:
+        with self.db.transaction() as db:
+            ((last,),) = db.execute("UPDATE counter SET drawn = drawn + ? RETURNING drawn", [count])
+        return range(last - count + 1, last + 1)
+
+    def create(self, new: NewSession) -> Literal["made", "taken", "dropped"]:
+        tip = new.tip or (None, None)
+        with self.db.transaction() as db:
+            if db.execute("SELECT 1 FROM ours WHERE name = ? AND NOT gone", [new.name]).fetchone():
+                return "taken"
+            if new.tip and not db.execute("SELECT 1 FROM ours WHERE number = ? AND drops = ?", [tip[0], new.tip_drops]).fetchone():
+                return "dropped"
+            row = [new.number, new.name, new.tenant, new.record, *tip]
+            db.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, 0, 0, 0, 0)", row)
+            self._add(db, new.number, new.nodes)
+        return "made"
+
+    def find(self, name: str) -> int | None:
+        found = self.db.select("number FROM ours WHERE name = ? AND NOT gone", name)
+        if len(found) > 1:
+            raise Unsupported(f"{len(found)} tenants have a session {name!r}: connect with tenant=")
+        return found[0][0] if found else None
+
+    def names(self) -> Sequence[tuple[int, str]]:
+        return self.db.select("number, name FROM ours WHERE NOT gone ORDER BY number")
+
+    def look(self, number: int, since: tuple[int, int, int] | None = None) -> Look | None:
+        with self.db.transaction("BEGIN") as db:
+            found = db.execute("SELECT record, version, drops, removals, gone FROM ours WHERE number = ?", [number]).fetchone()
+            if found is None:
+                return None
+            record, version, drops, removals, gone = found
+            whole = since is None or since[1] != removals
+            after, _, last = (-1, 0, 0) if since is None or whole else since
+            nodes = db.execute("SELECT ordinal, parent, id, key FROM nodes WHERE session = ? AND ordinal > ?", [number, last])
+            rows = sorted(NodeRow(ordinal, parent, id, int.from_bytes(key)) for ordinal, parent, id, key in nodes)
+            refs = db.execute("SELECT name, record FROM refs WHERE session = ? AND version > ?", [number, after])
+            return Look(record, version, drops, removals, bool(gone), whole, rows, dict(refs.fetchall()))
+
+    def commit(self, changes: Sequence[Change]) -> Sequence[bool]:
+        done = []
+        move = """UPDATE sessions SET version = ?, drops = drops + ?, gone = ?
+            WHERE number = (SELECT number FROM ours WHERE number = ? AND version = ? AND NOT gone)"""
+        with self.db.transaction() as db:
+            for session, before, after, nodes, refs, drops, gone in changes:
+                done.append(db.execute(move, [after, drops, gone, session, before]).rowcount == 1)
+                if done[-1]:
+                    self._add(db, session, nodes)
+                    rows = [(session, name, after, record) for name, record in refs.items()]
+                    db.executemany("INSERT OR REPLACE INTO refs VALUES (?, ?, ?, ?)", rows)
+        return done
+
+    def tips(self) -> Sequence[tuple[int, int, int]]:
+        return self.db.select("number, tip_session, tip_ordinal FROM ours WHERE tip_session NOT NULL")
+
+    def all(self) -> Sequence[tuple[int, bool]]:
+        return [(number, bool(gone)) for number, gone in self.db.select("number, gone FROM ours")]
+
+    def remove(self, removal: Removal) -> bool:
+        session, version, ordinals, refs, forks, whole = removal
+        move = """UPDATE sessions SET removals = removals + 1
+            WHERE number = (SELECT number FROM ours WHERE number = ? AND version = ? AND gone >= ?)
+            AND ? = (SELECT count(*) FROM sessions WHERE tip_session = ?)"""
+        with self.db.transaction() as db:
+            if not db.execute(move, [session, version, whole, forks, session]).rowcount:
+                return False
+            db.executemany("DELETE FROM nodes WHERE session = ? AND ordinal = ?", [(session, ordinal) for ordinal in ordinals])
+            db.executemany("DELETE FROM refs WHERE session = ? AND name = ?", [(session, name) for name in refs])
+            db.execute("DELETE FROM sessions WHERE number = ? AND ?", [session, whole])
+        return True
+
+    def named(self, name: bytes) -> bytes | None:
+        return self.all_named().get(name)
+
+    def name(self, name: bytes, record: bytes, expected: bytes | None) -> bool:
+        with self.db.transaction() as db:
+            if expected is None:
+                return db.execute("INSERT OR IGNORE INTO names VALUES (?, ?, ?)", [self.db.owner, name, record]).rowcount == 1
+            move = "UPDATE names SET record = ? WHERE owner = ? AND name = ? AND record = ?"
+            return db.execute(move, [record, self.db.owner, name, expected]).rowcount == 1
+
+    def all_named(self) -> Mapping[bytes, bytes]:
+        return dict(self.db.select("name, record FROM names WHERE owner = ?", self.db.owner))
+
+
+class Nodes(Part):
+    def read(self, session: int, ordinals: Sequence[int]) -> Sequence[bytes | None]:
+        found = "session = (SELECT number FROM ours WHERE number = ?) AND ordinal IN (SELECT value FROM json_each(?))"
+        records = dict(self.db.select(f"ordinal, record FROM nodes WHERE {found}", session, json.dumps(list(ordinals))))
+        return [records.get(ordinal) for ordinal in ordinals]
+
+
+class Blobs(Part):
+    def put(self, name: str, data: bytes) -> bool:
+        insert = "INSERT OR IGNORE INTO blobs VALUES (?, ?, julianday('now'), ?)"
+        with self.db.transaction() as db:
+            return db.execute(insert, [self.db.owner, name, data]).rowcount == 1
+
+    def get(self, name: str) -> bytes | None:
+        found = self.db.select("data FROM blobs WHERE owner = ? AND name = ?", self.db.owner, name)
+        return found[0][0] if found else None
+
+    def names(self, prefix: str = "") -> Iterable[tuple[str, float]]:
+        found = "name, max(0, julianday('now') - made) * 86400 FROM blobs WHERE owner = ? AND instr(name, ?) = 1"
+        return self.db.select(found, self.db.owner, prefix)
+
+    def delete(self, names: Iterable[str]) -> int:
+        rows = [(self.db.owner, name) for name in names]
+        with self.db.transaction() as db:
+            return db.executemany("DELETE FROM blobs WHERE owner = ? AND name = ?", rows).rowcount
+
+
+def connect(path: str, tenant: str | None = None) -> Backend:
+    """What is at ``path``, made where nothing is. ``tenant``: only that one's sessions, names and blobs."""
+    database = Database(path, tenant)
+    return Backend(f"sqlite {path}", Sessions(database), Nodes(database), Blobs(database), database.close)

@@ -1,0 +1,505 @@
+"""The sessions of a backend that many processes write, as a log for :class:`~sessiontree.journal.Journal`.
+
+What a session writes is put in line, and whoever is first to wait for something writes all that is in line by then, in one call of
+the backend: so threads that wait together commit together, and no thread is woken for one that waits alone.
+
+Of each session it knows what it saw last, its rows and refs, and two versions: ``version``, that of what it knows, and ``pending``,
+that of the session in hand once all that is in line for it is written. A write is made for ``pending``, so it is refused where
+somebody else wrote meanwhile; then everything behind it in line is lost too, ``pending`` is forgotten, and nothing is put in line
+again before the session has looked anew (:meth:`claim`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from struct import Struct
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sessiontree import codec
+from sessiontree.backends.base import Durability, Overtaken, Records, WriteLost
+from sessiontree.backends.frames import ENTRY
+from sessiontree.backends.shared import Backend, Change, Look, NewNode, NodeRow
+from sessiontree.digest import ID_BYTES
+from sessiontree.errors import CorruptTree, SessionTreeError, StoreFailed, UnknownNode, UnknownSession
+from sessiontree.locks import new_lock
+
+_PREFIX: Final = Struct("<BIII32sQ")
+_VERSION: Final = Struct(">Q")
+_TOGETHER: Final = 1024  # writes in one call
+_TOGETHER_BYTES: Final = 16 * 2**20
+_AT_ONCE: Final = 4096  # records read in one call
+_SESSIONS: Final = 4096  # that are remembered
+_LOST: Final = 65_536  # numbers of writes that were refused, remembered
+_FIELDS: Final = ("ordinal", "parent", "id", "key")
+_OVERHEAD: Final = 200  # bytes of a record in the cache beside its own
+HEAD, PIN, DROP = b"h", b"p", b"d"
+
+
+class SharedLease(NamedTuple):
+    """What entries are of. ``first``: how often something had been removed. ``records``: as many as there may ever have been."""
+
+    first: int
+    records: int = 2**31
+
+
+class Known:
+    """What is known of a session."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.version = -1  # of what follows; before it was looked at
+        self.removals = self.drops = 0
+        self.gone = False
+        self.record = b""
+        self.refs: dict[bytes, bytes] = {}
+        self.last = 0  # the last ordinal
+        self.pending: int | None = None  # the version of the session in hand, with all that is in line
+        self.seen = (0, 0)  # drops and removals, as the session in hand knows them
+        self._rows: NDArray[Any] = _rows(())
+        self._more: list[NodeRow] = []  # behind them
+        self._snapshot: Snapshot | None = None
+
+    @property
+    def since(self) -> tuple[int, int, int] | None:
+        return None if self.version < 0 else (self.version, self.removals, self.last)
+
+    def take(self, look: Look) -> None:
+        """Know what a look brought, which was made since what is known."""
+        if look.whole:
+            self._rows, self._more, self.refs, self.last = _rows(()), [], {}, 0
+        self._add(look.nodes, look.refs)
+        self.record, self.version, self.removals = look.record, look.version, look.removals
+        self.drops, self.gone = look.drops, look.gone
+
+    def fold(self, change: Change) -> None:
+        """Know what was written from here, unless a look has brought it."""
+        if self.version != change.before:
+            return
+        self._add([node.row for node in change.nodes], change.refs)
+        self.version, self.gone = change.after, self.gone or change.gone
+        if change.drops:
+            self.drops += 1
+            self.seen = self.seen[0] + 1, self.seen[1]
+
+    def _add(self, nodes: Sequence[NodeRow], refs: Mapping[bytes, bytes]) -> None:
+        if nodes:
+            self._more += nodes
+            self.last = nodes[-1].ordinal
+        self.refs.update(refs)
+        self._snapshot = None
+
+    def snapshot(self) -> Snapshot:
+        """All that is known, as it is now."""
+        if self._snapshot is None:
+            if self._more:
+                self._rows = np.concatenate([self._rows, _rows(self._more)])
+                self._more = []
+            rows, records = self._rows, [self.record, *self.refs.values()]
+            entries = np.zeros(len(rows) + len(records), ENTRY)
+            nodes, others = entries[: len(rows)], entries[len(rows) :]
+            nodes["kind"] = codec.NODE
+            for name in _FIELDS:
+                nodes[name] = rows[name]
+            for at, record in enumerate(records):
+                entry = codec.entry_of(record)
+                others[at] = (*entry[:4], np.void(entry.id), entry.key, 0, at, 0, 0)
+            entries["session"], entries["segment"] = self.number, self.removals
+            self._snapshot = Snapshot(entries, records)
+        return self._snapshot
+
+    @property
+    def nbytes(self) -> int:
+        refs = sum(len(name) + len(record) + _OVERHEAD for name, record in self.refs.items())
+        rows = int(self._rows.nbytes) + len(self._more) * _OVERHEAD
+        return refs + rows + (0 if self._snapshot is None else int(self._snapshot.entries.nbytes))
+
+
+class Snapshot(NamedTuple):
+    """Entries of one session: one for itself, one for each of its nodes, one for each ref. ``records``: of those that are no nodes,
+    each where its entry's ``offset`` says.
+    """
+
+    entries: NDArray[Any]
+    records: list[bytes]
+
+
+def _rows(nodes: Sequence[NodeRow]) -> NDArray[Any]:
+    rows = np.empty(len(nodes), [(name, ENTRY[name]) for name in _FIELDS])
+    if nodes:
+        ordinals, parents, ids, keys = zip(*nodes, strict=True)
+        rows["ordinal"], rows["parent"], rows["key"] = ordinals, parents, np.array(keys, np.uint64)
+        joined = b"".join(ids)
+        if len(joined) != ID_BYTES * len(nodes):
+            raise CorruptTree(f"an id of {len(nodes)} nodes has not {ID_BYTES} bytes")
+        rows["id"] = np.frombuffer(joined, f"V{ID_BYTES}")
+    return rows
+
+
+class _Write(NamedTuple):
+    """What is in line."""
+
+    number: int
+    known: Known
+    change: Change
+    nbytes: int
+
+
+class RecordCache:
+    """Records of nodes under a budget of bytes; those asked for last stay."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.held_bytes = 0
+        self._records: OrderedDict[tuple[int, int, int], bytes] = OrderedDict()
+        self._lock = new_lock()
+
+    def get(self, place: tuple[int, int, int]) -> bytes | None:
+        with self._lock:
+            record = self._records.get(place)
+            if record is not None:
+                self._records.move_to_end(place)
+            return record
+
+    def put(self, place: tuple[int, int, int], record: bytes) -> None:
+        size = len(record) + _OVERHEAD
+        if size > self.budget_bytes:
+            return
+        with self._lock:
+            if place not in self._records:
+                self._records[place] = record
+                self.held_bytes += size
+            while self.held_bytes > self.budget_bytes:
+                _, old = self._records.popitem(last=False)
+                self.held_bytes -= len(old) + _OVERHEAD
+
+    def clear(self) -> None:
+        with self._lock:
+            self._records.clear()
+            self.held_bytes = 0
+
+
+class SharedLog:
+    """See the module. It is a :class:`~sessiontree.backends.base.Log` but for :meth:`entries`, which are those of one session."""
+
+    recovered_bytes = 0
+    costly = True
+    durability: Durability = "commit"
+    failed = False
+    damaged: tuple[tuple[int, int, int], ...] = ()
+    losses: tuple[tuple[int, int, int], ...] = ()
+
+    def __init__(self, backend: Backend, *, cache_bytes: int, read_only: bool) -> None:
+        self.backend = backend
+        self.read_only = read_only
+        self.cache = RecordCache(cache_bytes)
+        self._known: OrderedDict[int, Known] = OrderedDict()
+        self._line: deque[_Write] = deque()
+        self._lock = new_lock()  # of all that is here
+        self._settled = threading.Condition(self._lock)
+        self._last = 0  # the number given out last
+        self._under_way: set[int] = set()  # numbers that are in line, or being written
+        self._lost: dict[int, SessionTreeError] = {}
+        self._leader: int | None = None  # the thread that writes
+        self._closed = False
+
+    # Writing
+
+    def enqueue(self, records: Records, after: int = 0, told: Sequence[object] = (None,), expected: object = None) -> int:
+        """Put records of one session in line. Raises WriteLost where the session is to look anew first, Overtaken."""
+        nodes: list[NewNode] = []
+        refs: dict[bytes, bytes] = {}
+        drops = gone = False
+        nbytes = number = 0
+        for parts, prefix in records:
+            record = parts if isinstance(parts, bytes) else b"".join(parts)
+            kind, number, ordinal, parent, identity, key = _PREFIX.unpack(prefix)
+            nbytes += len(record)
+            if kind == codec.NODE:
+                nodes.append(NewNode(NodeRow(ordinal, parent, identity, key), record))
+            elif kind == codec.DROP:
+                drops, gone = True, gone or not ordinal
+                refs[DROP + identity] = record  # its name is completed below
+            else:
+                refs[(HEAD if kind == codec.HEAD else PIN) + identity] = record
+        with self._lock:
+            if self._closed:
+                raise StoreFailed(f"{self.backend.where} was closed")
+            if told[0] is not expected:
+                raise Overtaken("something came in between")
+            known = self._known.get(number)
+            if known is None or known.pending is None or after in self._lost:
+                raise WriteLost(f"session {number} was written to elsewhere")
+            before = known.pending
+            if drops:
+                refs = {(DROP + _VERSION.pack(before) if name[:1] == DROP else name): each for name, each in refs.items()}
+            known.pending = before + 1
+            self._last += 1
+            self._line.append(_Write(self._last, known, Change(number, before, before + 1, nodes, refs, drops, gone), nbytes))
+            self._under_way.add(self._last)
+            return self._last
+
+    def is_durable(self, number: int) -> bool | None:
+        with self._lock:
+            return None if number in self._under_way else number not in self._lost
+
+    def wait(self, number: int) -> None:
+        """Until it is written; who comes first writes all that is in line.
+
+        Raises Overtaken where somebody else wrote first, StoreFailed where the backend refuses.
+        """
+        with self._lock:
+            while number in self._under_way:
+                if self._leader is None:
+                    self._write()
+                else:
+                    self._settled.wait()
+            lost = self._lost.get(number)
+        if lost is not None:
+            raise type(lost)(str(lost), numbers=frozenset([number])) from lost.__cause__
+
+    def flush(self) -> None:
+        with self._lock:
+            last = list(self._under_way)
+        for number in sorted(last):
+            with suppress(Overtaken):  # whoever wrote that does it anew
+                self.wait(number)
+
+    def relieve(self) -> None:
+        pass
+
+    @property
+    def durable(self) -> int:
+        with self._lock:
+            return min(self._under_way, default=self._last + 1) - 1
+
+    @property
+    def lag(self) -> tuple[int, int]:
+        with self._lock:
+            return len(self._under_way), sum(write.nbytes for write in self._line)
+
+    @property
+    def leading(self) -> bool:
+        return self._leader == threading.get_ident() or bool(self._lock._is_owned())
+
+    def _write(self) -> None:
+        """Write what is in line; the lock is held, and let go of meanwhile."""
+        writes = self._taken()
+        changes = _merged(writes)
+        self._leader = threading.get_ident()
+        outcome: Sequence[bool] | SessionTreeError
+        try:
+            self._lock.release()
+            try:
+                outcome = self.backend.sessions.commit(changes)
+            except SessionTreeError as error:
+                outcome = error
+            finally:
+                self._lock.acquire()
+        except BaseException as error:  # an interrupt: nobody knows
+            failure = StoreFailed(f"{self.backend.where}: interrupted while it was written to")
+            failure.__cause__ = error
+            self._tell(writes, changes, failure)
+            raise
+        else:
+            self._tell(writes, changes, outcome)
+        finally:
+            self._leader = None
+            self._settled.notify_all()
+
+    def _taken(self) -> list[_Write]:
+        writes: list[_Write] = []
+        nbytes = 0
+        while self._line and len(writes) < _TOGETHER and (not writes or nbytes + self._line[0].nbytes <= _TOGETHER_BYTES):
+            writes.append(self._line.popleft())
+            nbytes += writes[-1].nbytes
+        return writes
+
+    def _tell(self, writes: Sequence[_Write], changes: Sequence[Change], outcome: Sequence[bool] | SessionTreeError) -> None:
+        """Note what has become of writes."""
+        known = {write.known.number: write.known for write in writes}
+        why: dict[int, SessionTreeError] = {}
+        for at, change in enumerate(changes):
+            if isinstance(outcome, SessionTreeError):
+                why[change.session] = outcome
+            elif outcome[at]:
+                known[change.session].fold(change)
+                for node in change.nodes:
+                    self.cache.put((change.session, known[change.session].removals, node.row.ordinal), node.record)
+            else:
+                why[change.session] = Overtaken(f"session {change.session} was written to elsewhere")
+        for number in why:
+            known[number].pending = None
+        behind = [write for write in self._line if write.known.number in why] if why else ()
+        for write in (*writes, *behind):
+            self._under_way.discard(write.number)
+            if write.known.number in why:
+                self._lost[write.number] = why[write.known.number]
+        if behind:
+            self._line = deque(write for write in self._line if write.known.number not in why)
+        while len(self._lost) > _LOST:
+            del self._lost[next(iter(self._lost))]
+
+    # Looking
+
+    def look(self, number: int) -> Known:
+        """What there is by now of a session. One call of the backend. Raises UnknownSession."""
+        while True:
+            with self._lock:
+                known = self._known.setdefault(number, Known(number))
+                since = known.since
+            look = self.backend.sessions.look(number, since)
+            if look is None:
+                with self._lock:
+                    self._known.pop(number, None)
+                raise UnknownSession(f"there is no session {number} in {self.backend.where} any more", session_id=number)
+            with self._lock:
+                if known.since != since:
+                    continue  # somebody else has brought more
+                if look.whole or look.version != known.version or look.gone != known.gone:
+                    known.take(look)
+                self._remember(known)
+                return known
+
+    def claim(self, number: int) -> tuple[Snapshot, int, bool]:
+        """The same for the session in hand, which writes on from there; whoever calls it holds that session's lock.
+
+        What there is, how often something was removed, and whether the session is gone.
+        """
+        self._settle(number)
+        known = self.look(number)
+        with self._lock:
+            known.pending, known.seen = known.version, (known.drops, known.removals)
+            return known.snapshot(), known.removals, known.gone
+
+    def made(self, number: int, record: bytes, nodes: Sequence[NewNode]) -> None:
+        """Know a session that was made here, and have it in hand."""
+        known = Known(number)
+        known.take(Look(record, 0, 0, 0, False, True, [node.row for node in nodes], {}))
+        known.pending = 0
+        with self._lock:
+            self._remember(known)
+
+    def is_current(self, number: int) -> bool:
+        """Whether the session in hand has all there is by now; whoever calls it holds that session's lock."""
+        self._settle(number)
+        with self._lock:
+            before = self._known.get(number)
+        known = self.look(number)
+        with self._lock:
+            return known is before and known.pending == known.version and known.seen == (known.drops, known.removals)
+
+    def known(self, number: int) -> Known:
+        """What is known of a session, which is looked at where that is nothing yet."""
+        with self._lock:
+            known = self._known.get(number)
+            if known is not None and known.version >= 0:
+                self._known.move_to_end(number)
+                return known
+        return self.look(number)
+
+    def snapshot(self, number: int) -> tuple[Snapshot, int]:
+        """What is known of a session, and how often something was removed from it."""
+        known = self.known(number)
+        with self._lock:
+            return known.snapshot(), known.removals
+
+    def _settle(self, number: int) -> None:
+        """Until nothing is in line for a session."""
+        with self._lock:
+            mine = [write.number for write in self._line if write.known.number == number]
+            mine += self._under_way.difference(write.number for write in self._line)
+        for each in mine:
+            with suppress(StoreFailed):
+                self.wait(each)
+
+    def _remember(self, known: Known) -> None:
+        self._known[known.number] = known
+        self._known.move_to_end(known.number)
+        if len(self._known) > _SESSIONS:
+            busy = {write.known.number for write in self._line}
+            for number in list(self._known)[: len(self._known) - _SESSIONS]:
+                if number not in busy and number != known.number:
+                    del self._known[number]
+
+    def forget(self, keep: Callable[[int], bool]) -> None:
+        """Hold nothing of sessions but those that are to be kept, and no records."""
+        self.cache.clear()
+        with self._lock:
+            busy = {write.known.number for write in self._line}
+            for number in [number for number in self._known if number not in busy and not keep(number)]:
+                del self._known[number]
+
+    @property
+    def nbytes(self) -> int:
+        with self._lock:
+            return self.cache.held_bytes + sum(known.nbytes for known in self._known.values())
+
+    # Reading
+
+    def entries(self) -> NDArray[Any]:
+        raise AssertionError("a shared log has entries for each session")
+
+    refresh = entries
+
+    @property
+    def lease(self) -> SharedLease:
+        return SharedLease(0)
+
+    def read(self, known: Any) -> bytes:
+        """The record of an entry. Raises UnknownNode where a node was removed elsewhere, StoreFailed."""
+        return next(self.read_all(np.array([known], ENTRY)))
+
+    def read_all(self, entries: NDArray[Any]) -> Iterator[bytes]:
+        for start in range(0, len(entries), _AT_ONCE):
+            batch = entries[start : start + _AT_ONCE]
+            numbers = batch["session"].tolist()
+            places = list(zip(numbers, batch["segment"].tolist(), batch["ordinal"].tolist(), strict=True))
+            records = {place: record for place in places if (record := self.cache.get(place)) is not None}
+            for number in dict.fromkeys(numbers):
+                missing = [place for place in places if place[0] == number and place not in records]
+                if missing:
+                    found = self.backend.nodes.read(number, [ordinal for _, _, ordinal in missing])
+                    for place, record in zip(missing, found, strict=True):
+                        if record is None:
+                            what = f"node {place[2]} of session {number} was dropped and removed elsewhere"
+                            raise UnknownNode(what, node_id=None)
+                        records[place] = record
+                        self.cache.put(place, record)
+            for place in places:
+                yield records[place]
+
+    def close(self) -> None:
+        try:
+            with suppress(StoreFailed):
+                self.flush()
+        finally:
+            with self._lock:
+                self._closed = True
+            self.backend.close()
+
+
+def _merged(writes: Sequence[_Write]) -> list[Change]:
+    """One change a session, of all that is in line for it."""
+    by_session: dict[int, list[Change]] = {}
+    for write in writes:
+        by_session.setdefault(write.change.session, []).append(write.change)
+    return [changes[0] if len(changes) == 1 else _one(changes) for changes in by_session.values()]
+
+
+def _one(changes: Sequence[Change]) -> Change:
+    refs: dict[bytes, bytes] = {}
+    for change in changes:
+        refs.update(change.refs)
+    return changes[0]._replace(
+        after=changes[-1].after,
+        nodes=[node for change in changes for node in change.nodes],
+        refs=refs,
+        drops=any(change.drops for change in changes),
+        gone=any(change.gone for change in changes),
+    )

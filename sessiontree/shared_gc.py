@@ -1,0 +1,101 @@
+"""What a store that many processes write gives back of what was dropped. What stays is what :mod:`sessiontree.compaction` says.
+
+Each session is cleared alone: a removal names the version and the number of forks that it was chosen for, and is refused where
+either is another by then. So nobody's write and nobody's fork is cut off, and what is refused is looked at once more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import numpy as np
+
+from sessiontree import codec
+from sessiontree.backends.base import Progress
+from sessiontree.backends.blob_features import BlobFeatures
+from sessiontree.backends.blobs import file_name
+from sessiontree.backends.shared import Removal
+from sessiontree.backends.shared_log import DROP, HEAD
+from sessiontree.compaction import GcReport, Kept, kept
+from sessiontree.shared_journal import Seen, SessionColumns, SharedJournal
+
+_ATTEMPTS: Final = 3  # at sessions that others write to meanwhile
+
+
+def collect(journal: SharedJournal, features: BlobFeatures | None, progress: Progress | None) -> GcReport:
+    """Remove what need not stay. Raises StoreFailed, CorruptTree; what is reachable is as it was, whenever this ends."""
+    candidates = set[str]() if features is None else features.names()
+    before = left = 0
+    for attempt in range(_ATTEMPTS):
+        seen = journal.all_sessions()
+        columns = SessionColumns.of_all(seen)
+        count = len(columns.places_of_nodes())
+        before = before if attempt else count
+        removals = _removals(seen, columns, kept(journal, columns))
+        forks = {fork: session for fork, session, _ in journal.backend.sessions.tips()}
+        removed, refused = _remove(journal, removals, forks, progress)
+        left = count - removed
+        if not refused:
+            break
+    unnamed = 0
+    if features is not None and candidates:
+        unnamed = features.remove(candidates - set(_named(journal)))
+    return GcReport(before, left, 0, 0, unnamed, swept=True)
+
+
+def _removals(seen: Mapping[int, Seen], columns: SessionColumns, stay: Kept) -> list[Removal]:
+    """What is to go, forks before what they were forked from."""
+    dead = np.setdiff1d(columns.places_of_nodes(), stay.nodes)
+    numbers, ordinals = columns.sessions[dead], columns.ordinals[dead]
+    removals = []
+    for number in sorted(seen, reverse=True):
+        each = seen[number]
+        whole = number not in stay.sessions
+        mine = ordinals[numbers == number].tolist() if len(dead) else []
+        refs = list(each.refs) if whole else _spent(each.refs, stay.drops.get(number, ()))
+        if mine or refs or whole:
+            removals.append(Removal(number, each.version, mine, refs, 0, whole))
+    return removals
+
+
+def _spent(refs: Mapping[bytes, bytes], hidden: tuple[int, ...]) -> list[bytes]:
+    """Names of refs that say nothing any more. ``hidden``: what the session does not show of what stays."""
+    records = {name: codec.decode(record) for name, record in refs.items()}
+    moves = max((each.version for each in records.values() if isinstance(each, codec.HeadRecord)), default=0)
+    spent = []
+    for name, record in records.items():
+        if name[:1] == DROP:
+            says = isinstance(record, codec.DropRecord) and any(ordinal in hidden for ordinal in record.ordinals)
+        elif name[:1] == HEAD:  # what was moved last stays, or its version came again
+            says = isinstance(record, codec.HeadRecord) and (record.ordinal is not None or record.version == moves)
+        else:
+            says = isinstance(record, codec.PinRecord) and record.pinned
+        if not says:
+            spent.append(name)
+    return spent
+
+
+def _remove(journal: SharedJournal, removals: list[Removal], forks: dict[int, int], progress: Progress | None) -> tuple[int, int]:
+    """How many nodes went, and how many removals were refused."""
+    removed = refused = 0
+    for done, removal in enumerate(removals, 1):
+        forked = Counter(forks.values())[removal.session] if forks else 0
+        if journal.backend.sessions.remove(removal._replace(forks=forked)):
+            removed += len(removal.ordinals)
+            if removal.whole:
+                forks.pop(removal.session, None)
+        else:
+            refused += 1
+        if progress is not None:
+            progress(done, len(removals))
+    return removed, refused
+
+
+def _named(journal: SharedJournal) -> Iterator[str]:
+    """Names of the features that nodes name, as it is now."""
+    columns = SessionColumns.of_all(journal.all_sessions())
+    for record in journal.shared.read_all(columns.entries[columns.places_of_nodes()]):
+        for content in codec.contents_of(record):
+            yield file_name(content)

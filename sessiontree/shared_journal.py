@@ -1,0 +1,293 @@
+"""Sessions that many processes write: a :class:`~sessiontree.journal.Journal` over a backend's three protocols.
+
+What a session writes goes through the same steps as on disk, with a call of the backend in the place of a sync. Of a session only
+that is known which this process asked for. A session in hand is as it was when it was looked at last, and what it writes is refused
+where others wrote since: then it looks anew and does the operation on what there is by now, however often that takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sessiontree import codec
+from sessiontree.backends.frames import ENTRY
+from sessiontree.backends.segment_log import new_identity
+from sessiontree.backends.shared import Backend, NewNode, NewSession, NodeRow
+from sessiontree.backends.shared_log import SharedLease, SharedLog, Snapshot
+from sessiontree.errors import CorruptTree, IncompatibleStore, SessionExists, UnknownSession
+from sessiontree.features import FeatureStore
+from sessiontree.journal import Columns, Journal, Overtaken, WriteLost
+from sessiontree.memory import HeldNodes
+from sessiontree.node import Namespace
+from sessiontree.tokens import PathCache
+from sessiontree.tree import SessionTree
+
+R = TypeVar("R", codec.SessionRecord, codec.HeadRecord, codec.DropRecord)
+
+_DRAWN: Final = 16  # numbers drawn at a time
+_ALIAS: Final = b"a"
+
+
+class Seen(NamedTuple):
+    """A session as it was looked at."""
+
+    version: int
+    removals: int
+    gone: bool
+    snapshot: Snapshot
+    refs: Mapping[bytes, bytes]
+
+
+class SessionColumns(Columns):
+    """What is known of one session, or of some. ``records``: of what is no node, each where its entry's ``offset`` says."""
+
+    def __init__(self, entries: NDArray[Any], records: Sequence[bytes], removals: int = 0) -> None:
+        super().__init__(entries, SharedLease(removals))
+        self.records = records
+
+    @classmethod
+    def of_all(cls, seen: Mapping[int, Seen]) -> SessionColumns:
+        """Those of many sessions, one after the other."""
+        parts, records = [np.empty(0, ENTRY)], list[bytes]()
+        for each in seen.values():
+            entries = each.snapshot.entries.copy()
+            entries["offset"][entries["kind"] != codec.NODE] += len(records)
+            records += each.snapshot.records
+            parts.append(entries)
+        return cls(np.concatenate(parts), records)
+
+
+class SharedJournal(Journal):
+    """The sessions of one backend."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        features: FeatureStore,
+        paths: PathCache,
+        held: HeldNodes,
+        *,
+        cache_bytes: int,
+        tenant: str | None,
+        read_only: bool,
+    ) -> None:
+        self.shared = SharedLog(backend, cache_bytes=cache_bytes, read_only=read_only)
+        self.backend = backend
+        self._tenant = tenant
+        super().__init__(self.shared, backend.where, features, paths, held)
+        self.follows = True
+        # Another for each process: a draft that comes from another one goes on, whatever is open here.
+        self.identity = None if read_only else new_identity()
+
+    def _begin(self) -> None:
+        self._openings = 0  # where it is only read
+        self._drawn: list[int] = []
+        self._hidden: dict[int, tuple[set[int], Sequence[bytes]]] = {}  # what each session in hand does not show, and since when
+
+    @property
+    def many_write(self) -> bool:
+        return True
+
+    @property
+    def damaged_sessions(self) -> tuple[int, ...]:
+        return ()
+
+    # Reading
+
+    def columns(self, number: int | None = None) -> SessionColumns:
+        assert number is not None
+        snapshot, removals = self.shared.snapshot(number)
+        return SessionColumns(*snapshot, removals)
+
+    def all_sessions(self) -> dict[int, Seen]:
+        """Every session as it is now, those that are gone too, by number."""
+        seen: dict[int, Seen] = {}
+        for number, _ in self.backend.sessions.all():
+            with suppress(UnknownSession):  # it was removed meanwhile
+                known = self.shared.look(number)
+                seen[number] = Seen(known.version, known.removals, known.gone, known.snapshot(), dict(known.refs))
+        return seen
+
+    def _within(self, columns: Columns, number: int) -> Columns:
+        return columns if number in columns.sessions[-1:] else self.columns(number)
+
+    def _read_at(self, columns: Columns, place: int, kind: type[R], what: str = "") -> R:
+        assert isinstance(columns, SessionColumns)
+        record = codec.decode(columns.records[int(columns.entries[place]["offset"])])
+        number = int(columns.sessions[place])
+        if not isinstance(record, kind) or record.session != number:
+            raise CorruptTree(f"the record of {what}session {number} is that of something else", session=number)
+        return record
+
+    def number_of(self, session_id: str) -> int | None:
+        return self.backend.sessions.find(session_id)
+
+    def session_ids(self) -> dict[int, str]:
+        return dict(self.backend.sessions.names())
+
+    def names_of(self, numbers: Sequence[int]) -> dict[int, str]:
+        names = self.session_ids() if numbers else {}
+        return {number: names[number] for number in numbers if number in names}
+
+    def is_current(self, number: int) -> bool:
+        return self.shared.is_current(number)
+
+    def tree(self, number: int) -> tuple[SessionTree, dict[bytes, int]]:
+        snapshot, removals, gone = self.shared.claim(number)
+        if gone:
+            raise UnknownSession(f"session {number} was dropped", session_id=str(number))
+        columns = SessionColumns(*snapshot, removals)
+        hidden = set(self.dropped(columns, number))
+        before = self._hidden.get(number, (hidden, ()))[0]
+        new = {ordinal for ordinal in hidden - before if ordinal}
+        ids = dict(zip(columns.ordinals.tolist(), columns.entries["id"].tolist(), strict=True)) if new else {}
+        self._hidden[number] = hidden, [bytes(ids[ordinal]) for ordinal in sorted(new) if ordinal in ids]
+        return self._made_of(columns, number)
+
+    def view(self, number: int) -> tuple[SessionTree, dict[bytes, int]]:
+        known = self.shared.look(number)
+        if known.gone:
+            raise UnknownSession(f"session {number} was dropped", session_id=str(number))
+        return self.stored(number)
+
+    def dropped_since(self, number: int) -> Sequence[bytes]:
+        return self._hidden.get(number, ((), ()))[1]
+
+    def drops_of(self, number: int | None) -> Any:
+        return 0 if number is None else self.shared.known(number).seen[0]
+
+    def forget_numbers(self) -> None:
+        living = {number for number, _ in list(self._living.values())}
+        self.shared.forget(lambda number: number in living)
+
+    def index_bytes(self) -> int:
+        return self.shared.nbytes
+
+    # Writing
+
+    def _number(self) -> int:
+        """One that nobody was given before."""
+        with self._lock:
+            if self._drawn:
+                return self._drawn.pop()
+        drawn = self.backend.sessions.draw(_DRAWN)
+        with self._lock:
+            self._drawn = [*sorted(drawn, reverse=True), *self._drawn]
+            return self._drawn.pop()
+
+    def create(self, session_id: str, tree: SessionTree, tip: tuple[int, int] | None, drops: Any = 0) -> tuple[int, int, int]:
+        self.check_writable()
+        root = tree.root
+        if self._tenant is not None and root.namespace.tenant != self._tenant:
+            what = f"session {session_id!r} is of tenant {root.namespace.tenant!r}, and this store of {self._tenant!r}"
+            raise IncompatibleStore(what, expected=self._tenant, found=root.namespace.tenant)
+        number = self._number()
+        rules = root.scheme
+        constants = (rules.name, tuple(sorted(rules.params.items())), root.namespace, root.model_fingerprint)
+        if tip is not None:
+            if drops != self.drops_of(tip[0]):
+                raise Overtaken(f"{self.path}: something was dropped meanwhile")
+            own = self._own_tip(*tip, tree)
+            drops, tip = (drops if own[0] == tip[0] else self.shared.known(own[0]).drops), own
+            constants = "", (), Namespace(), ""
+        record = codec.encode(codec.SessionRecord(number, session_id, *constants, tree.limits, root.id, tip))
+        first = 1 if tip is None else tree._index.base_count
+        nodes = list(map(_new_node, self._node_records(number, tree, first)))
+        match self.backend.sessions.create(NewSession(number, session_id, root.namespace.tenant, record, nodes, tip, drops)):
+            case "taken":
+                raise SessionExists(f"session {session_id!r} is in the store", session_id=session_id)
+            case "dropped":
+                if tip is not None:
+                    self.shared.look(tip[0])
+                raise Overtaken(f"{self.path}: something was dropped meanwhile")
+        self.shared.made(number, record, nodes)
+        return number, self._number(), 0
+
+    def _own_tip(self, number: int, ordinal: int, tree: SessionTree) -> tuple[int, int]:
+        """The tip of a fork, named as the session has it that made the node."""
+        node = tree._index.bottom.tip
+        node_id = tree.root.id if node is None else node.id
+        while True:
+            columns = self.columns(number)
+            found = columns.named(columns.places_of_nodes(), node_id)
+            if found:
+                return number, int(columns.ordinals[found[0]])
+            above = self.tip_of(number)
+            if above is None:
+                return number, ordinal
+            number = above[0]
+
+    def opened(self, number: int) -> int:
+        if not self.read_only:
+            return self._number()
+        with self._lock:
+            self._openings += 1
+            return self._openings
+
+    def drop_all(
+        self,
+        dead: Mapping[int, Sequence[int]],
+        waiting: int = 0,
+        told: Sequence[object] = (None,),
+        expected: object = None,
+    ) -> None:
+        self.check_writable()
+        for number, ordinals in dead.items():
+            record = codec.DropRecord(number, tuple(sorted(set(ordinals))))
+            self._log.wait(self._enqueue([record], waiting, told, expected))
+
+    def drop_unreachable(self, numbers: Iterable[int], recent: int, columns: Columns | None) -> dict[int, list[bytes]]:
+        dead: dict[int, list[bytes]] = {}
+        for number in numbers:
+            with suppress(UnknownSession):  # it was dropped meanwhile
+                if gone := self._drop_unreachable(number, recent):
+                    dead[number] = gone
+        return dead
+
+    def _drop_unreachable(self, number: int, recent: int) -> list[bytes]:
+        while True:
+            self.tree(number)  # from here on it is written to
+            columns = self.columns(number)
+            ordinals = self.unreachable(number, recent, (), columns)
+            if not ordinals:
+                return []
+            with suppress(Overtaken, WriteLost):
+                self.drop(number, ordinals)
+                return self._ids_of(columns, number, ordinals)
+
+    def alias(self, namespace: Namespace, alias: str, identity: bytes | None) -> bytes | None:
+        self.check_writable()
+        name, record = _ALIAS + codec.alias_digest(namespace, alias), codec.encode(codec.AliasRecord(namespace, alias, identity))
+        while True:
+            there = self.backend.sessions.named(name)
+            known = None if there is None else self._alias_in(there, namespace, alias).identity
+            if known is not None and identity is not None:
+                return known
+            if self.backend.sessions.name(name, record, there):
+                return identity
+
+    def aliased(self, namespace: Namespace, alias: str) -> bytes | None:
+        there = self.backend.sessions.named(_ALIAS + codec.alias_digest(namespace, alias))
+        return None if there is None else self._alias_in(there, namespace, alias).identity
+
+    @staticmethod
+    def _alias_in(data: bytes, namespace: Namespace, alias: str) -> codec.AliasRecord:
+        record = codec.decode(data)
+        if not isinstance(record, codec.AliasRecord) or (record.namespace, record.alias) != (namespace, alias):
+            raise CorruptTree(f"the record of alias {alias!r} is that of something else")
+        return record
+
+    def aliases(self) -> dict[tuple[Namespace, str], bytes | None]:
+        named = self.backend.sessions.all_named()
+        records = [codec.decode(record) for name, record in named.items() if name[:1] == _ALIAS]
+        return {(each.namespace, each.alias): each.identity for each in records if isinstance(each, codec.AliasRecord)}
+
+
+def _new_node(record: bytes) -> NewNode:
+    entry = codec.entry_of(record)
+    return NewNode(NodeRow(entry.ordinal, entry.parent, entry.id, entry.key), record)

@@ -1,306 +1,199 @@
-"""A backend over SQLite: sessions in one file, written by many threads and many processes of one machine.
+"""A backend over SQLite: sessions in one file, for any threads and processes of one machine. docs/backends.md takes it apart.
 
-Three small classes, ``Sessions``, ``Nodes`` and ``Blobs``, are all that a store needs of a database. docs/backends.md takes this
-file apart. Every write is one ``BEGIN IMMEDIATE`` transaction: one writer at a time, which sees what the others wrote before it.
-Readers see a snapshot and never wait. A connection serves one call at a time and is not carried over a fork: connect in the child.
+Whatever writes is one ``BEGIN IMMEDIATE`` transaction: it sees all that was written before it, and nobody else writes meanwhile.
 """
 
-from __future__ import annotations
-
-import json
+import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from contextlib import closing, contextmanager, suppress
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from sessiontree.backends.shared import Backend, Change, Look, NewNode, NewSession, NodeRow, Removal
-from sessiontree.errors import CorruptTree, IncompatibleStore, StoreClosed, StoreFailed, Unsupported
+from sessiontree.errors import CorruptTree, IncompatibleStore, StoreFailed, Unsupported
 
-SCHEMA_VERSION = 1
-BUSY_SECONDS = 60.0  # how long a writer waits for the others before StoreFailed
-
-# What a look reads lies apart from the records, so it costs the same however large they are. A key is of 64 bits without a sign,
-# which SQLite's integers are not: it is stored as 8 bytes.
 SCHEMA = """
-CREATE TABLE counter (drawn INTEGER NOT NULL);
-INSERT INTO counter VALUES (0);
-CREATE TABLE sessions (
-    number INTEGER PRIMARY KEY, name TEXT NOT NULL, tenant TEXT, record BLOB NOT NULL, tip_session INTEGER, tip_ordinal INTEGER,
-    version INTEGER NOT NULL DEFAULT 0, drops INTEGER NOT NULL DEFAULT 0, removals INTEGER NOT NULL DEFAULT 0,
-    gone INTEGER NOT NULL DEFAULT 0);
+PRAGMA journal_mode = WAL;  -- who reads waits for no writer
+PRAGMA user_version = 1;
+CREATE TABLE counter AS SELECT 0 AS drawn;
+CREATE TABLE sessions (number PRIMARY KEY, name, tenant, record, tip_session, tip_ordinal, version, drops, removals, gone);
 CREATE INDEX sessions_by_name ON sessions (name);
 CREATE INDEX sessions_by_tip ON sessions (tip_session);
-CREATE TABLE nodes (
-    session INTEGER, ordinal INTEGER, parent INTEGER NOT NULL, id BLOB NOT NULL, key BLOB NOT NULL,
-    PRIMARY KEY (session, ordinal)) WITHOUT ROWID;
-CREATE TABLE records (session INTEGER, ordinal INTEGER, record BLOB NOT NULL, PRIMARY KEY (session, ordinal));
-CREATE TABLE refs (
-    session INTEGER, name BLOB, version INTEGER NOT NULL, record BLOB NOT NULL, PRIMARY KEY (session, name)) WITHOUT ROWID;
-CREATE TABLE names (owner TEXT NOT NULL, name BLOB, record BLOB NOT NULL, PRIMARY KEY (owner, name)) WITHOUT ROWID;
-CREATE TABLE blobs (owner TEXT NOT NULL, name TEXT, made REAL NOT NULL, data BLOB NOT NULL, PRIMARY KEY (owner, name));
+CREATE VIEW ours AS SELECT * FROM sessions WHERE seen(tenant);  -- those of another tenant are not there
+CREATE TABLE nodes (session, ordinal, parent, id, key, record, PRIMARY KEY (session, ordinal));  -- key: 8 bytes
+CREATE INDEX nodes_without_records ON nodes (session, ordinal, parent, id, key);
+CREATE TABLE refs (session, name, version, record, PRIMARY KEY (session, name));
+CREATE TABLE names (owner, name, record, PRIMARY KEY (owner, name));
+CREATE TABLE blobs (owner, name, made, data, PRIMARY KEY (owner, name));
 """
 
 
 class Database:
-    """A file of SQLite, and its idle connections. ``tenant``: whose rows there are; None: everybody's."""
+    """A file of SQLite, and two connections to it: one reads and one writes, each for a thread at a time."""
 
-    def __init__(self, path: str | Path, tenant: str | None = None) -> None:
+    def __init__(self, path: str, tenant: str | None) -> None:
+        if not os.path.exists(path):  # made elsewhere and put there whole: of several who do so at once, one is first
+            with TemporaryDirectory(dir=os.path.dirname(path) or ".") as scratch:
+                with closing(sqlite3.connect(f"{scratch}/store")) as db:
+                    db.executescript(SCHEMA)
+                with suppress(FileExistsError):
+                    os.link(f"{scratch}/store", path)
         self.path = path
-        self.tenant = tenant
-        self.owner = "" if tenant is None else f"tenant {tenant}"  # of names and blobs, which are in no session
-        self._lock = threading.Lock()
-        self._idle: list[sqlite3.Connection] = []
-        self._closed = False
-        with self.writing() as db:  # whoever comes first makes the tables; the others wait
-            (version,) = db.execute("PRAGMA user_version").fetchone()
-            if version == 0 and not db.execute("SELECT * FROM sqlite_schema").fetchone():
-                for statement in SCHEMA.split(";"):
-                    db.execute(statement)
-                db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-                version = SCHEMA_VERSION
-        if version != SCHEMA_VERSION:
+        self.owner = "" if tenant is None else f"tenant {tenant}"  # of names and blobs
+        self.connections: dict[str, tuple[threading.Lock, sqlite3.Connection]] = {}
+        for begin in ("BEGIN", "BEGIN IMMEDIATE"):
+            db = sqlite3.connect(path, timeout=60, isolation_level=None, check_same_thread=False)
+            db.create_function("seen", 1, lambda owner: tenant in (None, owner), deterministic=True)
+            self.connections[begin] = threading.Lock(), db
+        ((version,),) = self.select("user_version FROM pragma_user_version")
+        if version != 1:
             self.close()
-            raise IncompatibleStore(f"{path}: the tables are of version {version}, not {SCHEMA_VERSION}")
+            raise IncompatibleStore(f"{path} has tables of version {version}, not 1")
 
     @contextmanager
-    def transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
-        db = None
+    def transaction(self, begin: str = "BEGIN IMMEDIATE") -> Iterator[sqlite3.Connection]:
+        """What is done in it is on disk when it ends, all of it; nothing of it is where an error comes out."""
+        lock, db = self.connections[begin]
         try:
-            db = self._connection()
-            db.execute(begin)
-            yield db
-            db.execute("COMMIT")
-        except (
-            sqlite3.Error
-        ) as error:  # what it does not name is a damaged file; else: locked for too long, disk full, an I/O error
-            kind = CorruptTree if type(error) is sqlite3.DatabaseError else StoreFailed
-            raise kind(f"{self.path}: {error}") from error
-        finally:
-            if db is not None:
-                self._done(db)
+            with lock, db:
+                db.execute(begin)
+                yield db
+        except sqlite3.Error as error:  # a damaged file is the base class; what passes, a lock or a full disk, is one below it
+            raise (CorruptTree if type(error) is sqlite3.DatabaseError else StoreFailed)(f"{self.path}: {error}") from error
 
-    def reading(self) -> AbstractContextManager[sqlite3.Connection]:
-        """All that is read in it is of one moment."""
-        return self.transaction("BEGIN")
-
-    def writing(self) -> AbstractContextManager[sqlite3.Connection]:
-        """Nobody else writes meanwhile. On disk when it ends; nothing of it is, where it ends by an exception."""
-        return self.transaction("BEGIN IMMEDIATE")
-
-    def _connection(self) -> sqlite3.Connection:
-        with self._lock:
-            if self._closed:
-                raise StoreClosed(f"{self.path} was closed")
-            if self._idle:
-                return self._idle.pop()
-        db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-        try:
-            db.row_factory = sqlite3.Row
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = FULL")
-        except sqlite3.Error:
-            db.close()
-            raise
-        return db
-
-    def _done(self, db: sqlite3.Connection) -> None:
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-        with self._lock:
-            if not self._closed:
-                self._idle.append(db)
-                return
-        db.close()
+    def select(self, what: str, *values: object) -> list[Any]:
+        with self.transaction("BEGIN") as db:
+            return db.execute(f"SELECT {what}", values).fetchall()
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for db in idle:
-            db.close()
+        for lock, db in self.connections.values():
+            with lock:
+                db.close()
 
 
-class Sessions:
-    """What moves: sessions, their refs, and what is known of their nodes. ``OURS`` selects the tenant's."""
-
-    OURS = "(:tenant IS NULL OR tenant = :tenant)"
-
+class Part:
     def __init__(self, database: Database) -> None:
-        self.database = database
+        self.db = database
 
-    def _session(self, db: sqlite3.Connection, number: int) -> sqlite3.Row | None:
-        ask = f"SELECT record, version, drops, removals, gone FROM sessions WHERE number = :number AND {self.OURS}"
-        return db.execute(ask, {"number": number, "tenant": self.database.tenant}).fetchone()
 
-    def _select(self, what: str) -> list[Any]:
-        with self.database.reading() as db:
-            return db.execute(f"SELECT {what}", {"tenant": self.database.tenant}).fetchall()
+class Sessions(Part):
+    def _add(self, db: sqlite3.Connection, session: int, nodes: Sequence[NewNode]) -> None:
+        rows = [(session, row.ordinal, row.parent, row.id, row.key.to_bytes(8), record) for row, record in nodes]
+        db.executemany("INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def draw(self, count: int) -> Sequence[int]:
-        with self.database.writing() as db:
-            (last,) = db.execute("UPDATE counter SET drawn = drawn + ? RETURNING drawn", [count]).fetchone()
+        with self.db.transaction() as db:
+            ((last,),) = db.execute("UPDATE counter SET drawn = drawn + ? RETURNING drawn", [count])
         return range(last - count + 1, last + 1)
 
     def create(self, new: NewSession) -> Literal["made", "taken", "dropped"]:
-        with self.database.writing() as db:
-            ask = f"SELECT 1 FROM sessions WHERE name = :name AND NOT gone AND {self.OURS}"
-            if db.execute(ask, {"name": new.name, "tenant": self.database.tenant}).fetchone():
+        tip = new.tip or (None, None)
+        with self.db.transaction() as db:
+            if db.execute("SELECT 1 FROM ours WHERE name = ? AND NOT gone", [new.name]).fetchone():
                 return "taken"
-            tip = (None, None) if new.tip is None else new.tip
-            if new.tip is not None:
-                below = self._session(db, new.tip[0])
-                if below is None or below["drops"] != new.tip_drops:
-                    return "dropped"
-            db.execute(
-                "INSERT INTO sessions (number, name, tenant, record, tip_session, tip_ordinal) VALUES (?, ?, ?, ?, ?, ?)",
-                [new.number, new.name, new.tenant, new.record, *tip],
-            )
-            add_nodes(db, new.number, new.nodes)
+            if new.tip and not db.execute("SELECT 1 FROM ours WHERE number = ? AND drops = ?", [tip[0], new.tip_drops]).fetchone():
+                return "dropped"
+            db.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, 0, 0, 0, 0)", [*new[:4], *tip])
+            self._add(db, new.number, new.nodes)
         return "made"
 
     def find(self, name: str) -> int | None:
-        with self.database.reading() as db:
-            ask = f"SELECT number FROM sessions WHERE name = :name AND NOT gone AND {self.OURS}"
-            found = db.execute(ask, {"name": name, "tenant": self.database.tenant}).fetchall()
+        found = self.db.select("number FROM ours WHERE name = ? AND NOT gone", name)
         if len(found) > 1:
             raise Unsupported(f"{len(found)} tenants have a session {name!r}: connect with tenant=")
-        return found[0]["number"] if found else None
+        return found[0][0] if found else None
 
     def names(self) -> Sequence[tuple[int, str]]:
-        return [tuple(row) for row in self._select(f"number, name FROM sessions WHERE NOT gone AND {self.OURS} ORDER BY number")]
+        return self.db.select("number, name FROM ours WHERE NOT gone ORDER BY number")
 
     def look(self, number: int, since: tuple[int, int, int] | None = None) -> Look | None:
-        with self.database.reading() as db:
-            now = self._session(db, number)
-            if now is None:
+        with self.db.transaction("BEGIN") as db:
+            found = db.execute("SELECT record, version, drops, removals, gone FROM ours WHERE number = ?", [number]).fetchone()
+            if found is None:
                 return None
-            whole = since is None or since[1] != now["removals"]
-            version, _, last = (-1, 0, 0) if since is None or whole else since
-            nodes = db.execute(
-                "SELECT ordinal, parent, id, key FROM nodes WHERE session = ? AND ordinal > ? ORDER BY ordinal", [number, last]
-            ).fetchall()
-            refs = db.execute("SELECT name, record FROM refs WHERE session = ? AND version > ?", [number, version]).fetchall()
-        rows = [NodeRow(ordinal, parent, id, int.from_bytes(key)) for ordinal, parent, id, key in nodes]
-        return Look(
-            now["record"], now["version"], now["drops"], now["removals"], bool(now["gone"]), whole, rows, dict(map(tuple, refs))
-        )
+            record, version, drops, removals, gone = found
+            whole = since is None or since[1] != removals
+            after, _, last = (-1, 0, 0) if since is None or whole else since
+            nodes = db.execute("SELECT ordinal, parent, id, key FROM nodes WHERE session = ? AND ordinal > ?", [number, last])
+            rows = sorted(NodeRow(ordinal, parent, id, int.from_bytes(key)) for ordinal, parent, id, key in nodes)
+            refs = db.execute("SELECT name, record FROM refs WHERE session = ? AND version > ?", [number, after])
+            return Look(record, version, drops, removals, bool(gone), whole, rows, dict(refs.fetchall()))
 
     def commit(self, changes: Sequence[Change]) -> Sequence[bool]:
-        with self.database.writing() as db:
-            return [self._apply(db, change) for change in changes]
-
-    def _apply(self, db: sqlite3.Connection, change: Change) -> bool:
-        now = self._session(db, change.session)
-        if now is None or now["gone"] or now["version"] != change.before:
-            return False
-        db.execute(
-            "UPDATE sessions SET version = ?, drops = drops + ?, gone = ? WHERE number = ?",
-            [change.after, change.drops, change.gone, change.session],
-        )
-        add_nodes(db, change.session, change.nodes)
-        db.executemany(
-            "INSERT OR REPLACE INTO refs (session, name, version, record) VALUES (?, ?, ?, ?)",
-            [(change.session, name, change.after, record) for name, record in change.refs.items()],
-        )
-        return True
+        done = []
+        move = """UPDATE sessions SET version = ?, drops = drops + ?, gone = ?
+            WHERE number = ? AND version = ? AND NOT gone AND seen(tenant)"""
+        with self.db.transaction() as db:
+            for session, before, after, nodes, refs, drops, gone in changes:
+                done.append(db.execute(move, [after, drops, gone, session, before]).rowcount == 1)
+                if done[-1]:
+                    self._add(db, session, nodes)
+                    rows = [(session, name, after, record) for name, record in refs.items()]
+                    db.executemany("INSERT OR REPLACE INTO refs VALUES (?, ?, ?, ?)", rows)
+        return done
 
     def tips(self) -> Sequence[tuple[int, int, int]]:
-        forks = self._select(f"number, tip_session, tip_ordinal FROM sessions WHERE tip_session IS NOT NULL AND {self.OURS}")
-        return [tuple(row) for row in forks]
+        return self.db.select("number, tip_session, tip_ordinal FROM ours WHERE tip_session NOT NULL")
 
     def all(self) -> Sequence[tuple[int, bool]]:
-        return [
-            (number, bool(gone)) for number, gone in self._select(f"number, gone FROM sessions WHERE {self.OURS} ORDER BY number")
-        ]
+        return [(number, bool(gone)) for number, gone in self.db.select("number, gone FROM ours")]
 
     def remove(self, removal: Removal) -> bool:
-        number = removal.session
-        with self.database.writing() as db:
-            now = self._session(db, number)
-            (forks,) = db.execute("SELECT count(*) FROM sessions WHERE tip_session = ?", [number]).fetchone()
-            if now is None or now["version"] != removal.version or forks != removal.forks or (removal.whole and not now["gone"]):
+        session, version, ordinals, refs, forks, whole = removal
+        move = """UPDATE sessions SET removals = removals + 1 WHERE number = ? AND version = ? AND gone >= ? AND seen(tenant)
+            AND ? = (SELECT count(*) FROM sessions WHERE tip_session = ?)"""
+        with self.db.transaction() as db:
+            if not db.execute(move, [session, version, whole, forks, session]).rowcount:
                 return False
-            for table in ("nodes", "records"):
-                db.executemany(f"DELETE FROM {table} WHERE session = ? AND ordinal = ?", [(number, n) for n in removal.ordinals])
-            db.executemany("DELETE FROM refs WHERE session = ? AND name = ?", [(number, name) for name in removal.refs])
-            db.execute("UPDATE sessions SET removals = removals + 1 WHERE number = ?", [number])
-            if removal.whole:
-                for table, column in (("nodes", "session"), ("records", "session"), ("refs", "session"), ("sessions", "number")):
-                    db.execute(f"DELETE FROM {table} WHERE {column} = ?", [number])
+            db.executemany("DELETE FROM nodes WHERE session = ? AND ordinal = ?", [(session, ordinal) for ordinal in ordinals])
+            db.executemany("DELETE FROM refs WHERE session = ? AND name = ?", [(session, name) for name in refs])
+            db.execute("DELETE FROM sessions WHERE number = ? AND ?", [session, whole])
         return True
 
     def named(self, name: bytes) -> bytes | None:
-        return self.all_named().get(name)
+        found = self.db.select("record FROM names WHERE owner = ? AND name = ?", self.db.owner, name)
+        return found[0][0] if found else None
 
     def name(self, name: bytes, record: bytes, expected: bytes | None) -> bool:
-        with self.database.writing() as db:
-            owner = self.database.owner
-            now = db.execute("SELECT record FROM names WHERE owner = ? AND name = ?", [owner, name]).fetchone()
-            if (now and now["record"]) != expected:
-                return False
-            db.execute("INSERT OR REPLACE INTO names (owner, name, record) VALUES (?, ?, ?)", [owner, name, record])
-        return True
+        with self.db.transaction() as db:
+            if done := (self.named(name) == expected):  # nobody writes meanwhile
+                db.execute("INSERT OR REPLACE INTO names VALUES (?, ?, ?)", [self.db.owner, name, record])
+        return done
 
     def all_named(self) -> Mapping[bytes, bytes]:
-        with self.database.reading() as db:
-            return dict(map(tuple, db.execute("SELECT name, record FROM names WHERE owner = ?", [self.database.owner])))
+        return dict(self.db.select("name, record FROM names WHERE owner = ?", self.db.owner))
 
 
-def add_nodes(db: sqlite3.Connection, session: int, nodes: Sequence[NewNode]) -> None:
-    rows = [(session, row.ordinal, row.parent, row.id, row.key.to_bytes(8)) for row, _ in nodes]
-    db.executemany("INSERT INTO nodes (session, ordinal, parent, id, key) VALUES (?, ?, ?, ?, ?)", rows)
-    records = [(session, row.ordinal, record) for row, record in nodes]
-    db.executemany("INSERT INTO records (session, ordinal, record) VALUES (?, ?, ?)", records)
-
-
-class Nodes:
-    """Records of nodes, which never change."""
-
-    def __init__(self, database: Database) -> None:
-        self.database = database
-
+class Nodes(Part):
     def read(self, session: int, ordinals: Sequence[int]) -> Sequence[bytes | None]:
-        ask = f"""SELECT ordinal, record FROM records WHERE session = (SELECT number FROM sessions WHERE number = :session AND {Sessions.OURS})
-            AND ordinal IN (SELECT value FROM json_each(:ordinals))"""
-        with self.database.reading() as db:
-            rows = db.execute(ask, {"session": session, "ordinals": json.dumps(list(ordinals)), "tenant": self.database.tenant})
-            found = dict(map(tuple, rows))
-        return [found.get(ordinal) for ordinal in ordinals]
+        found = "session = (SELECT number FROM ours WHERE number = ?) AND ordinal IN (SELECT value FROM json_each(?))"
+        records = dict(self.db.select(f"ordinal, record FROM nodes WHERE {found}", session, str(list(ordinals))))
+        return [records.get(ordinal) for ordinal in ordinals]
 
 
-class Blobs:
-    """Bytes under names that say what they are, written once."""
-
-    def __init__(self, database: Database) -> None:
-        self.database = database
-
+class Blobs(Part):
     def put(self, name: str, data: bytes) -> bool:
-        with self.database.writing() as db:
-            done = db.execute(
-                "INSERT OR IGNORE INTO blobs (owner, name, made, data) VALUES (?, ?, julianday('now'), ?)",
-                [self.database.owner, name, data],
-            )
-            return done.rowcount == 1
+        with self.db.transaction() as db:
+            row = [self.db.owner, name, data]
+            return db.execute("INSERT OR IGNORE INTO blobs VALUES (?, ?, julianday('now'), ?)", row).rowcount == 1
 
     def get(self, name: str) -> bytes | None:
-        with self.database.reading() as db:
-            row = db.execute("SELECT data FROM blobs WHERE owner = ? AND name = ?", [self.database.owner, name]).fetchone()
-            return row and row["data"]
+        found = self.db.select("data FROM blobs WHERE owner = ? AND name = ?", self.db.owner, name)
+        return found[0][0] if found else None
 
     def names(self, prefix: str = "") -> Iterable[tuple[str, float]]:
-        ask = "SELECT name, max(0, julianday('now') - made) * 86400 FROM blobs WHERE owner = ? AND substr(name, 1, ?) = ?"
-        with self.database.reading() as db:
-            return [tuple(row) for row in db.execute(ask, [self.database.owner, len(prefix), prefix])]
+        found = "name, max(0, julianday('now') - made) * 86400 FROM blobs WHERE owner = ? AND instr(name, ?) = 1"
+        return self.db.select(found, self.db.owner, prefix)
 
     def delete(self, names: Iterable[str]) -> int:
-        with self.database.writing() as db:
-            rows = [(self.database.owner, name) for name in names]
+        rows = [(self.db.owner, name) for name in names]
+        with self.db.transaction() as db:
             return db.executemany("DELETE FROM blobs WHERE owner = ? AND name = ?", rows).rowcount
 
 
-def connect(path: str | Path, tenant: str | None = None) -> Backend:
-    """What is at ``path``, made where nothing is. ``tenant``: the one whose sessions there are; None: everybody's."""
+def connect(path: str, tenant: str | None = None) -> Backend:
+    """What is at ``path``, made where nothing is. ``tenant``: only that one's sessions, names and blobs."""
     database = Database(path, tenant)
     return Backend(f"sqlite {path}", Sessions(database), Nodes(database), Blobs(database), database.close)

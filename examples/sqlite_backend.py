@@ -25,7 +25,7 @@ CREATE VIEW ours AS SELECT * FROM sessions WHERE seen(tenant);  -- those of anot
 CREATE TABLE nodes (session, ordinal, parent, id, key, record, PRIMARY KEY (session, ordinal));  -- key: 8 bytes
 CREATE INDEX nodes_without_records ON nodes (session, ordinal, parent, id, key);
 CREATE TABLE refs (session, name, version, record, PRIMARY KEY (session, name));
-CREATE TABLE names (owner, name, record, PRIMARY KEY (owner, name));
+CREATE TABLE names (name PRIMARY KEY, tenant, record);
 CREATE TABLE blobs (owner, name, made, data, PRIMARY KEY (owner, name));
 """
 
@@ -40,8 +40,8 @@ class Database:
                     db.executescript(SCHEMA)
                 with suppress(FileExistsError):
                     os.link(f"{scratch}/store", path)
-        self.path = path
-        self.owner = "" if tenant is None else f"tenant {tenant}"  # of names and blobs
+        self.path, self.tenant = path, tenant
+        self.owner = "" if tenant is None else f"tenant {tenant}"  # of blobs
         self.connections: dict[str, tuple[threading.Lock, sqlite3.Connection]] = {}
         for begin in ("BEGIN", "BEGIN IMMEDIATE"):
             db = sqlite3.connect(path, timeout=60, isolation_level=None, check_same_thread=False)
@@ -153,17 +153,17 @@ class Sessions(Part):
         return True
 
     def named(self, name: bytes) -> bytes | None:
-        found = self.db.select("record FROM names WHERE owner = ? AND name = ?", self.db.owner, name)
+        found = self.db.select("record FROM names WHERE name = ? AND seen(tenant)", name)
         return found[0][0] if found else None
 
     def name(self, name: bytes, record: bytes, expected: bytes | None) -> bool:
         with self.db.transaction() as db:
-            if done := (self.named(name) == expected):  # nobody writes meanwhile
-                db.execute("INSERT OR REPLACE INTO names VALUES (?, ?, ?)", [self.db.owner, name, record])
-        return done
+            move = "INSERT INTO names VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET record = excluded.record WHERE seen(tenant)"
+            # Nobody writes meanwhile.
+            return self.named(name) == expected and db.execute(move, [name, self.db.tenant, record]).rowcount == 1
 
     def all_named(self) -> Mapping[bytes, bytes]:
-        return dict(self.db.select("name, record FROM names WHERE owner = ?", self.db.owner))
+        return dict(self.db.select("name, record FROM names WHERE seen(tenant)"))
 
 
 class Nodes(Part):

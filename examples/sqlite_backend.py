@@ -1,12 +1,8 @@
 """A backend over SQLite: sessions in one file, for any threads and processes of one machine. docs/backends.md takes it apart.
 
-``Sessions``, ``Nodes`` and ``Blobs`` are all that a store needs of a database. Whatever writes is one ``BEGIN IMMEDIATE``
-transaction: it sees all that was written before it, and nobody else writes meanwhile. After a fork the child connects anew.
+Whatever writes is one ``BEGIN IMMEDIATE`` transaction: it sees all that was written before it, and nobody else writes meanwhile.
 """
 
-from __future__ import annotations
-
-import json
 import os
 import sqlite3
 import threading
@@ -26,10 +22,10 @@ CREATE TABLE sessions (number PRIMARY KEY, name, tenant, record, tip_session, ti
 CREATE INDEX sessions_by_name ON sessions (name);
 CREATE INDEX sessions_by_tip ON sessions (tip_session);
 CREATE VIEW ours AS SELECT * FROM sessions WHERE seen(tenant);  -- those of another tenant are not there
-CREATE TABLE nodes (session, ordinal, parent, id, key, record, PRIMARY KEY (session, ordinal));
+CREATE TABLE nodes (session, ordinal, parent, id, key, record, PRIMARY KEY (session, ordinal));  -- key: 8 bytes
 CREATE INDEX nodes_without_records ON nodes (session, ordinal, parent, id, key);
 CREATE TABLE refs (session, name, version, record, PRIMARY KEY (session, name));
-CREATE TABLE names (owner, name, record, PRIMARY KEY (owner, name));
+CREATE TABLE names (name PRIMARY KEY, tenant, record);
 CREATE TABLE blobs (owner, name, made, data, PRIMARY KEY (owner, name));
 """
 
@@ -44,8 +40,8 @@ class Database:
                     db.executescript(SCHEMA)
                 with suppress(FileExistsError):
                     os.link(f"{scratch}/store", path)
-        self.path = path
-        self.owner = "" if tenant is None else f"tenant {tenant}"  # of names and blobs
+        self.path, self.tenant = path, tenant
+        self.owner = "" if tenant is None else f"tenant {tenant}"  # of blobs
         self.connections: dict[str, tuple[threading.Lock, sqlite3.Connection]] = {}
         for begin in ("BEGIN", "BEGIN IMMEDIATE"):
             db = sqlite3.connect(path, timeout=60, isolation_level=None, check_same_thread=False)
@@ -65,8 +61,7 @@ class Database:
                 db.execute(begin)
                 yield db
         except sqlite3.Error as error:  # a damaged file is the base class; what passes, a lock or a full disk, is one below it
-            kind = CorruptTree if type(error) is sqlite3.DatabaseError else StoreFailed
-            raise kind(f"{self.path}: {error}") from error
+            raise (CorruptTree if type(error) is sqlite3.DatabaseError else StoreFailed)(f"{self.path}: {error}") from error
 
     def select(self, what: str, *values: object) -> list[Any]:
         with self.transaction("BEGIN") as db:
@@ -85,7 +80,6 @@ class Part:
 
 class Sessions(Part):
     def _add(self, db: sqlite3.Connection, session: int, nodes: Sequence[NewNode]) -> None:
-        # SQLite has no integers of 64 bits without a sign: a key is 8 bytes.
         rows = [(session, row.ordinal, row.parent, row.id, row.key.to_bytes(8), record) for row, record in nodes]
         db.executemany("INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?)", rows)
 
@@ -101,8 +95,7 @@ class Sessions(Part):
                 return "taken"
             if new.tip and not db.execute("SELECT 1 FROM ours WHERE number = ? AND drops = ?", [tip[0], new.tip_drops]).fetchone():
                 return "dropped"
-            row = [new.number, new.name, new.tenant, new.record, *tip]
-            db.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, 0, 0, 0, 0)", row)
+            db.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, 0, 0, 0, 0)", [*new[:4], *tip])
             self._add(db, new.number, new.nodes)
         return "made"
 
@@ -131,7 +124,7 @@ class Sessions(Part):
     def commit(self, changes: Sequence[Change]) -> Sequence[bool]:
         done = []
         move = """UPDATE sessions SET version = ?, drops = drops + ?, gone = ?
-            WHERE number = (SELECT number FROM ours WHERE number = ? AND version = ? AND NOT gone)"""
+            WHERE number = ? AND version = ? AND NOT gone AND seen(tenant)"""
         with self.db.transaction() as db:
             for session, before, after, nodes, refs, drops, gone in changes:
                 done.append(db.execute(move, [after, drops, gone, session, before]).rowcount == 1)
@@ -149,8 +142,7 @@ class Sessions(Part):
 
     def remove(self, removal: Removal) -> bool:
         session, version, ordinals, refs, forks, whole = removal
-        move = """UPDATE sessions SET removals = removals + 1
-            WHERE number = (SELECT number FROM ours WHERE number = ? AND version = ? AND gone >= ?)
+        move = """UPDATE sessions SET removals = removals + 1 WHERE number = ? AND version = ? AND gone >= ? AND seen(tenant)
             AND ? = (SELECT count(*) FROM sessions WHERE tip_session = ?)"""
         with self.db.transaction() as db:
             if not db.execute(move, [session, version, whole, forks, session]).rowcount:
@@ -161,31 +153,31 @@ class Sessions(Part):
         return True
 
     def named(self, name: bytes) -> bytes | None:
-        return self.all_named().get(name)
+        found = self.db.select("record FROM names WHERE name = ? AND seen(tenant)", name)
+        return found[0][0] if found else None
 
     def name(self, name: bytes, record: bytes, expected: bytes | None) -> bool:
         with self.db.transaction() as db:
-            if expected is None:
-                return db.execute("INSERT OR IGNORE INTO names VALUES (?, ?, ?)", [self.db.owner, name, record]).rowcount == 1
-            move = "UPDATE names SET record = ? WHERE owner = ? AND name = ? AND record = ?"
-            return db.execute(move, [record, self.db.owner, name, expected]).rowcount == 1
+            move = "INSERT INTO names VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET record = excluded.record WHERE seen(tenant)"
+            # Nobody writes meanwhile.
+            return self.named(name) == expected and db.execute(move, [name, self.db.tenant, record]).rowcount == 1
 
     def all_named(self) -> Mapping[bytes, bytes]:
-        return dict(self.db.select("name, record FROM names WHERE owner = ?", self.db.owner))
+        return dict(self.db.select("name, record FROM names WHERE seen(tenant)"))
 
 
 class Nodes(Part):
     def read(self, session: int, ordinals: Sequence[int]) -> Sequence[bytes | None]:
         found = "session = (SELECT number FROM ours WHERE number = ?) AND ordinal IN (SELECT value FROM json_each(?))"
-        records = dict(self.db.select(f"ordinal, record FROM nodes WHERE {found}", session, json.dumps(list(ordinals))))
+        records = dict(self.db.select(f"ordinal, record FROM nodes WHERE {found}", session, str(list(ordinals))))
         return [records.get(ordinal) for ordinal in ordinals]
 
 
 class Blobs(Part):
     def put(self, name: str, data: bytes) -> bool:
-        insert = "INSERT OR IGNORE INTO blobs VALUES (?, ?, julianday('now'), ?)"
         with self.db.transaction() as db:
-            return db.execute(insert, [self.db.owner, name, data]).rowcount == 1
+            row = [self.db.owner, name, data]
+            return db.execute("INSERT OR IGNORE INTO blobs VALUES (?, ?, julianday('now'), ?)", row).rowcount == 1
 
     def get(self, name: str) -> bytes | None:
         found = self.db.select("data FROM blobs WHERE owner = ? AND name = ?", self.db.owner, name)

@@ -6,7 +6,7 @@ import os
 import threading
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -49,6 +49,17 @@ def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def names(blobs: Blobs, prefix: str = "") -> list[str]:
     return sorted(name for name, _ in blobs.names(prefix))
+
+
+def first(count: int, fault: Fault) -> Callable[[str, str], Fault | None]:
+    """The first so many requests of each kind go wrong."""
+    seen = Counter[tuple[str, str]]()
+
+    def goes_wrong(method: str, path: str) -> Fault | None:
+        seen[method, path] += 1
+        return fault if seen[method, path] <= count else None
+
+    return goes_wrong
 
 
 # --- every place -----------------------------------------------------------------------------------------------------------
@@ -95,7 +106,12 @@ def test_of_what_is_deleted_only_what_was_there_counts(place: Place) -> None:
 def test_more_than_one_listing_or_removal_takes(place: Place) -> None:
     blobs = place.client()
     held = [f"many/{number:04}" for number in range(1005)]
-    in_threads(4, lambda number: [blobs.put(name, b"") for name in held[number::4]] and None)
+
+    def put(number: int) -> None:
+        for name in held[number::4]:
+            blobs.put(name, b"")
+
+    in_threads(4, put)
     assert names(blobs, "many/") == held
     assert blobs.delete(held) == 1005 and names(blobs) == []
 
@@ -189,8 +205,8 @@ def test_a_bucket_that_is_not_there_is_not_empty(server: BucketServer, briefly: 
 
 @pytest.mark.parametrize("fault", ["error", "lost", "conflict", "short"])
 def test_what_passes_is_not_seen(server: BucketServer, briefly: None, fault: Fault) -> None:
-    blobs, seen = server.blobs(server.bucket()), Counter[tuple[str, str]]()
-    server.fault = lambda method, path: fault if (seen.update([(method, path)]) or seen[method, path] <= 2) else None  # type: ignore[func-returns-value]
+    blobs = server.blobs(server.bucket())
+    server.fault = first(2, fault)
     blobs.put("a/b", DATA)
     assert blobs.get("a/b") == DATA
     assert names(blobs) == ["a/b"]
@@ -214,6 +230,22 @@ def test_what_does_not_pass_is_a_failure_after_some_attempts(server: BucketServe
     assert blobs.get("a") == DATA
 
 
+def test_what_takes_too_long_is_not_tried_again(server: BucketServer, briefly: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "_LONGEST", -1.0)
+    blobs = server.blobs(server.bucket())
+    server.fault = lambda method, path: "error"
+    with pytest.raises(StoreFailed, match="in 1 attempts"):
+        blobs.get("a")
+
+
+def test_an_object_that_always_ends_early_is_a_failure(server: BucketServer, briefly: None) -> None:
+    blobs = server.blobs(server.bucket())
+    blobs.put("a", DATA)
+    server.fault = lambda method, path: "short"
+    with pytest.raises(StoreFailed):
+        blobs.get("a")
+
+
 def test_who_may_not_is_told_at_once(server: BucketServer) -> None:
     blobs = server.blobs(server.bucket())
     server.fault = lambda method, path: "refused"
@@ -224,8 +256,9 @@ def test_who_may_not_is_told_at_once(server: BucketServer) -> None:
 
 def test_where_another_is_at_it_and_fails_mine_is_put(server: BucketServer, briefly: None) -> None:
     """S3 answers 409 to both of two puts in one moment, and may keep neither."""
-    blobs, seen = server.blobs(server.bucket()), Counter[str]()
-    server.fault = lambda method, path: "conflict" if method == "PUT" and (seen.update([path]) or seen[path] == 1) else None  # type: ignore[func-returns-value]
+    blobs = server.blobs(server.bucket())
+    conflict = first(1, "conflict")
+    server.fault = lambda method, path: conflict(method, path) if method == "PUT" else None
     assert blobs.put("a", b"mine")
     assert blobs.get("a") == b"mine"
 

@@ -19,6 +19,7 @@ from sessiontree.locks import new_lock
 
 _ATTEMPTS: Final = 6
 _PAUSE: Final = 0.1  # seconds, at most, after the first error; then twice that, and so on
+_LONGEST: Final = 60.0  # seconds after which no further attempt begins
 _AT_ONCE: Final = 1000  # objects of a listing
 _CLOCK: Final = ".clock"  # an object that is written to learn what time it is there
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
@@ -141,15 +142,16 @@ class BucketBlobs:
         if os.getpid() != self._pid:
             raise Unsupported(f"the bucket {self._url} was connected before this process was forked: connect anew")
         exceptions = self._obstore.exceptions
-        for attempt in range(_ATTEMPTS):
+        began = time.monotonic()
+        for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return call()
             except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, FileNotFoundError, ValueError) as error:
                 raise self._failed(what, error) from error
             except exceptions.BaseError as error:
-                if attempt == _ATTEMPTS - 1:
-                    raise self._failed(f"{what} in {_ATTEMPTS} attempts", error) from error
-                time.sleep(random.uniform(0, _PAUSE * 2**attempt))
+                if attempt == _ATTEMPTS or time.monotonic() - began > _LONGEST:
+                    raise self._failed(f"{what} in {attempt} attempts", error) from error
+                time.sleep(random.uniform(0, _PAUSE * 2 ** (attempt - 1)))
         raise AssertionError("the last attempt returns or raises")
 
     def _failed(self, what: str, error: Exception) -> StoreFailed:

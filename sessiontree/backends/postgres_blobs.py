@@ -1,0 +1,122 @@
+"""Blobs in PostgreSQL: a row for each, and its bytes in pieces of 1 MiB, so that nobody needs one of 100 MB in one piece.
+
+All of a blob is written in one transaction and read by one statement, so it is there whole or not at all. Who writes a name that is
+being written waits until that is done. Needs the extra ``postgres``.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Final, TypeVar
+
+import psycopg
+
+from sessiontree.errors import CorruptTree, StoreFailed
+
+#: The tables, as the schema's migration makes them. Names are bytes: text in PostgreSQL holds no NUL, and is sorted as locales go.
+TABLES: Final = """
+CREATE TABLE blobs (
+    number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    name bytea NOT NULL UNIQUE,
+    size bigint NOT NULL,
+    made_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+CREATE TABLE blob_pieces (
+    blob bigint NOT NULL REFERENCES blobs ON DELETE CASCADE,
+    piece integer NOT NULL,
+    data bytea NOT NULL,
+    PRIMARY KEY (blob, piece)
+);
+-- To compress the numbers of pixels costs much and wins nothing.
+ALTER TABLE blob_pieces ALTER COLUMN data SET STORAGE EXTERNAL;
+"""
+PIECE: Final = 2**20  # bytes of each piece but the last
+_ATTEMPTS: Final = 8
+_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds, at most: after the first error, then twice that, and so on
+_T = TypeVar("_T")
+
+
+class DatabaseBlobs:
+    """The blobs of one database. ``connection``: gives one for as long as its context lasts, idle and usable by one thread.
+
+    What fails for a reason that may pass, as a connection that is lost, is tried again on another connection a bounded number of
+    times; then, and for any other reason, every method raises StoreFailed. What ``connection`` raises otherwise is passed on.
+    """
+
+    def __init__(self, connection: Callable[[], AbstractContextManager[psycopg.Connection[Any]]]) -> None:
+        self._connection = connection
+
+    def put(self, name: str, data: bytes) -> bool:
+        """Whether it is new. False too where an earlier attempt of this call has put it, and its answer was lost."""
+
+        def put(connection: psycopg.Connection[Any]) -> bool:
+            with connection.cursor() as cursor:
+                new = "INSERT INTO blobs (name, size) VALUES (%s, %s) ON CONFLICT DO NOTHING RETURNING number"
+                row = cursor.execute(new, (name.encode(), len(data))).fetchone()
+                if row is None:
+                    return False
+                with cursor.copy("COPY blob_pieces (blob, piece, data) FROM STDIN (FORMAT BINARY)") as copy:
+                    copy.set_types(("int8", "int4", "bytea"))
+                    for piece, start in enumerate(range(0, len(data), PIECE)):
+                        copy.write_row((row[0], piece, memoryview(data)[start : start + PIECE]))
+                return True
+
+        return self._tried(f"put the blob {name}", put)
+
+    def get(self, name: str) -> bytes | None:
+        """The bytes of a blob; None where there is none. Raises CorruptTree where pieces of it are missing."""
+
+        def get(connection: psycopg.Connection[Any]) -> tuple[int, bytes] | None:
+            wanted = "SELECT size, data FROM blobs LEFT JOIN blob_pieces ON blob = number WHERE name = %s ORDER BY piece"
+            size, pieces = -1, list[bytes]()
+            with connection.cursor() as cursor:
+                for size, piece in cursor.stream(wanted, (name.encode(),), binary=True):  # noqa: B007 (the same in each row)
+                    pieces.append(piece or b"")
+            return (size, b"".join(pieces)) if pieces else None
+
+        found = self._tried(f"get the blob {name}", get)
+        if found is None:
+            return None
+        size, data = found
+        if len(data) != size:
+            raise CorruptTree(f"the blob {name} has {len(data)} of {size} bytes", path=name)
+        return data
+
+    def names(self, prefix: str = "") -> Iterator[tuple[str, float]]:
+        """Names that begin so, with their age in seconds by the server's clock."""
+
+        def names(connection: psycopg.Connection[Any]) -> list[Any]:
+            wanted = (
+                "SELECT name, extract(epoch FROM clock_timestamp() - made_at)::float8 FROM blobs WHERE name >= %s AND name < %s"
+            )
+            start = prefix.encode()
+            return connection.execute(wanted, (start, start + b"\xff")).fetchall()  # no byte of UTF-8 is 255
+
+        for name, age in self._tried(f"list the blobs {prefix}", names):
+            yield name.decode(), age
+
+    def delete(self, names: Iterable[str]) -> int:
+        """How many of them were there."""
+        wanted = [name.encode() for name in names]
+
+        def delete(connection: psycopg.Connection[Any]) -> int:
+            return connection.execute("DELETE FROM blobs WHERE name = ANY(%s)", (wanted,)).rowcount
+
+        return self._tried(f"delete {len(wanted)} blobs", delete) if wanted else 0
+
+    def _tried(self, what: str, work: Callable[[psycopg.Connection[Any]], _T]) -> _T:
+        """What ``work`` returns in a transaction of its own. All that is done here may be done twice."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                with self._connection() as connection, connection.transaction():
+                    return work(connection)
+            except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+                if attempt == _ATTEMPTS - 1:
+                    raise StoreFailed(f"could not {what} in {_ATTEMPTS} attempts: {error}") from error
+                time.sleep(min(_PAUSE * 2**attempt, _LONGEST_PAUSE) * random.uniform(0.5, 1))
+            except psycopg.Error as error:
+                raise StoreFailed(f"could not {what}: {error}") from error
+        raise AssertionError("the last attempt returns or raises")

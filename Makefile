@@ -1,6 +1,7 @@
 # One way to do each task. Each target makes the virtual environment and installs what it needs.
 # Variables: PYTHON, the interpreter that makes .venv (3.11 or newer); JOBS, the number of test processes; PEERS=1, install the peers
-# that benchmarks measure when they are there; PORT, STORE (a directory) and MODEL of the server.
+# that benchmarks measure when they are there; PORT, STORE (a directory) and MODEL of the server; PG_REQUIRED=1,
+# tests that need PostgreSQL fail where it is not installed, instead of being skipped.
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -17,7 +18,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dis
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test cover check bench soak clean
+.PHONY: help demo serve test cover check bench soak postgres clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -45,6 +46,11 @@ bench: $(if $(PEERS),.venv/peers.stamp .venv/sglang.stamp .venv/vllm.stamp) .ven
 
 soak: .venv/dev.stamp .venv/sglang.stamp .venv/vllm.stamp ## run every test, the long ones too, at soak length, on new random histories
 	SESSIONTREE_SOAK=1 $(PYTEST) -m ""
+
+# The tests start a server of their own: all that they need is the programs.
+postgres: .venv/dev.stamp ## install PostgreSQL where it is missing, by apt-get, as root
+	@$(BIN)/python -m tests.postgres_server || { \
+	    apt-get update --quiet --quiet && DEBIAN_FRONTEND=noninteractive apt-get install --quiet --yes --no-install-recommends postgresql; }
 
 clean: ## remove all that these targets made
 	rm -rf .venv .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist

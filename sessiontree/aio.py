@@ -324,6 +324,7 @@ class AsyncSession:
     unpin = _in_order(Session.unpin)
     drop = _in_order(Session.drop)
     close = _in_order(Session.close)
+    refresh = _in_order(Session.refresh)
 
     node = _reading(Session.node)
     children = _reading(Session.children)
@@ -467,6 +468,7 @@ class AsyncStore:
         self._threads = _Threads(threads) if isinstance(threads, int) else threads
 
     open = classmethod(_opened(SessionStore.open))
+    connect = classmethod(_opened(SessionStore.connect))
 
     create = _opening(SessionStore.create)
     get = _opening(SessionStore.get)

@@ -1067,9 +1067,10 @@ class Journal:
         return {number: self._ids_of(columns, number, ordinals) for number, ordinals in dead.items()}
 
     def _ids_of(self, columns: Columns, number: int, ordinals: Iterable[int]) -> list[bytes]:
-        """The ids of nodes of a session, which are there."""
+        """The ids of nodes of a session, of those that are there."""
         first, places = columns.by_ordinal(columns.places(codec.NODE, number))
-        return [columns.entries[places[ordinal - first]]["id"].tobytes() for ordinal in ordinals]
+        there = (places[ordinal - first] for ordinal in ordinals if first <= ordinal < first + len(places))
+        return [columns.entries[place]["id"].tobytes() for place in there if place != MISSING]
 
     def _record(self, record: codec.Record, waiting: int) -> None:
         taken = self._enqueue([record], waiting)

@@ -144,9 +144,8 @@ class SharedJournal(Journal):
         columns = SessionColumns(*snapshot, removals)
         hidden = set(self.dropped(columns, number))
         before = self._hidden.get(number, (hidden, ()))[0]
-        new = {ordinal for ordinal in hidden - before if ordinal}
-        ids = dict(zip(columns.ordinals.tolist(), columns.entries["id"].tolist(), strict=True)) if new else {}
-        self._hidden[number] = hidden, [bytes(ids[ordinal]) for ordinal in sorted(new) if ordinal in ids]
+        new = sorted(hidden - before)
+        self._hidden[number] = hidden, self._ids_of(columns, number, new) if new else ()
         return self._made_of(columns, number)
 
     def view(self, number: int) -> tuple[SessionTree, dict[bytes, int]]:
@@ -206,6 +205,7 @@ class SharedJournal(Journal):
                     self.shared.look(tip[0])
                 raise Overtaken(f"{self.path}: something was dropped meanwhile")
         self.shared.made(number, record, nodes)
+        self._hidden[number] = set(), ()
         return number, self._number(), 0
 
     def _own_tip(self, number: int, ordinal: int, tree: SessionTree) -> tuple[int, int]:

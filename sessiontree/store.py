@@ -316,6 +316,8 @@ class SessionStore:
             source = tree._resolve(node)
             with suppress(Overtaken):  # something was dropped: perhaps this node
                 return self._fork(session, tree, source, new_session_id, tree.forked(source), drops)
+            if self._journal is not None and self._journal.many_write:
+                session._look_anew(self._journal)
 
     def _fork(
         self, session: Session, tree: SessionTree, source: Node, new_session_id: str, forked: SessionTree, drops: Any

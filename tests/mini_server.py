@@ -21,14 +21,17 @@ ANNOUNCED = re.compile(r"http://127\.0\.0\.1:(\d+)")
 
 
 class Server:
-    """A server on ``store``; ``keys``: each tenant's key; ``arguments``: others of its command line. It runs inside ``with``.
+    """A server on ``store``, a path or a URL; ``keys``: each tenant's key; ``arguments``: others of its command line; ``log``:
+    where that is to be. It runs inside ``with``.
 
     ``url`` is new with every start. What it prints is in ``log``, of all its lives.
     """
 
-    def __init__(self, store: Path, *arguments: object, keys: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, store: Path | str, *arguments: object, keys: Mapping[str, str] | None = None, log: Path | None = None
+    ) -> None:
         self.store = store
-        self.log = store.with_name(f"{store.name}.log")
+        self.log = log or Path(store).with_name(f"{Path(store).name}.log")
         named = [f"{tenant}={key}" for tenant, key in (keys or {}).items()]
         options = [str(each) for each in arguments] + [each for pair in named for each in ("--api-key", pair)]
         self.command = [sys.executable, "-m", "mini_scheduler", "--store", str(store), "--port", "0", *options]

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="mini_scheduler", description="Serve a tiny model over HTTP, from a session store.")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--store", type=Path, metavar="PATH", help="keep sessions there; by default in .sessions-MODEL")
+    parser.add_argument("--store", metavar="PATH|URL", help="keep sessions there, or in PostgreSQL; by default in .sessions-MODEL")
     parser.add_argument("--model", choices=MODELS, default=MODELS[0])
     parser.add_argument("--seed", type=int, default=3, help="of the model's weights")
     parser.add_argument("--api-key", action="append", default=[], metavar="NAME=KEY", help="a tenant and its key; repeatable")

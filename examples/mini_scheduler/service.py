@@ -35,9 +35,9 @@ _CHARACTERS: Final = 64  # of text for each token that a prompt may have: more i
 
 @attrs.frozen
 class Config:
-    """``store``: a directory; None: in memory. ``engine``: options of :class:`Engine`."""
+    """``store``: a directory, or the URL of a store that others share; None: in memory. ``engine``: options of :class:`Engine`."""
 
-    store: Path | None = None
+    store: Path | str | None = None
     model: str = "tiny-qwen2.5-vl"
     seed: int = 3
     tenants: Tenants = attrs.Factory(Tenants)
@@ -185,6 +185,17 @@ class Service:
         return True
 
 
+def is_url(store: Path | str | None) -> bool:
+    """Whether a store is one that other servers share."""
+    return isinstance(store, str) and store.startswith(("postgresql://", "postgres://"))
+
+
+async def open_store(where: Path | str, memory_bytes: int) -> AsyncStore:
+    if is_url(where):
+        return await AsyncStore.connect(str(where), memory_bytes=memory_bytes)
+    return await AsyncStore.open(where, durability="group", memory_bytes=memory_bytes)
+
+
 @asynccontextmanager
 async def serving(config: Config) -> AsyncIterator[Service]:
     """A service, from an open store to a closed one. What still runs at the end is aborted."""
@@ -193,7 +204,7 @@ async def serving(config: Config) -> AsyncIterator[Service]:
     if config.store is None:
         store = AsyncStore(SessionStore.in_memory())
     else:
-        store = await AsyncStore.open(config.store, durability="group", memory_bytes=config.memory_bytes)
+        store = await open_store(config.store, config.memory_bytes)
     async with store:
         for session_id in store.store.sessions()[:1]:  # rather than to refuse every request
             await store.get(session_id, scheme=model.scheme, model_fingerprint=model.fingerprint)
@@ -201,7 +212,7 @@ async def serving(config: Config) -> AsyncIterator[Service]:
         engine = Engine(store.store, model, **options)
         max_tokens = min(model.max_tokens, options["num_pages"] * options["page_size"])
         generations = Generations(store, engine)
-        sessions = Sessions(store, model, generations, max_tokens)
+        sessions = Sessions(store, model, generations, max_tokens, shared=is_url(config.store))
         pictures = Pictures(config.limits, taken=model.takes_images)
         figures = Figures(store.store, engine)
         engine.start()

@@ -38,10 +38,11 @@ _PARENT: Final = "parent"
 
 
 class Sessions:
-    """All that is in use. ``max_tokens``: allowed on a path."""
+    """All that is in use. ``max_tokens``: allowed on a path. ``shared``: other servers have the same store."""
 
-    def __init__(self, store: AsyncStore, model: Model, generations: Generations, max_tokens: int) -> None:
+    def __init__(self, store: AsyncStore, model: Model, generations: Generations, max_tokens: int, *, shared: bool = False) -> None:
         self._store = store
+        self._shared = shared
         self._model = model
         self._generations = generations
         self._max_tokens = max_tokens
@@ -58,6 +59,8 @@ class Sessions:
         if live is None:
             session = await self._store.get(store_id, scheme=self._model.scheme, model_fingerprint=self._model.fingerprint)
             live = self._lives.setdefault(store_id, Live(session, self._let_go))
+        elif self._shared and not live.closing:
+            await live.session.refresh()
         if live.closing or live.session.session.closed:
             raise UnknownSession(f"no session {store_id!r}", session_id=store_id)
         live.enter()

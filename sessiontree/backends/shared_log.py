@@ -228,8 +228,8 @@ class SharedLog:
             else:
                 refs[(HEAD if kind == codec.HEAD else PIN) + identity] = record
         with self._lock:
-            if self._closed:
-                raise StoreFailed(f"{self.backend.where} was closed")
+            if self._closed or self.read_only:
+                raise StoreFailed(f"{self.backend.where} was {'closed' if self._closed else 'opened to be read'}")
             if told[0] is not expected:
                 raise Overtaken("something came in between")
             known = self._known.get(number)

@@ -1,0 +1,491 @@
+"""Stores that share a backend: what one writes the other sees, and what both write at once is in the tree in some order, whole."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sqlite_backend
+
+from sessiontree import (
+    CorruptTree,
+    HeadMoved,
+    IncompatibleStore,
+    KeyTaken,
+    MediaItem,
+    Node,
+    NodeHeld,
+    Session,
+    SessionExists,
+    SessionStore,
+    StaleSession,
+    UnknownNode,
+    UnknownSession,
+    Unsupported,
+)
+from sessiontree.aio import AsyncStore
+from sessiontree.backends.shared import Backend, Change, Look
+from sessiontree.backends.shared_log import RecordCache
+
+SCHEME = "text@hf5"
+
+
+class Counted:
+    """The sessions of a backend, and how often each method was called."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.inner = backend.sessions
+        self.commits: list[Sequence[Change]] = []
+        self.looks: list[Look | None] = []
+        self.hold: threading.Event | None = None
+
+    def commit(self, changes: Sequence[Change]) -> Sequence[bool]:
+        if self.hold is not None:
+            self.hold.wait()
+        self.commits.append(changes)
+        return self.inner.commit(changes)
+
+    def look(self, number: int, since: tuple[int, int, int] | None = None) -> Look | None:
+        self.looks.append(self.inner.look(number, since))
+        return self.looks[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class CountedNodes:
+    def __init__(self, backend: Backend) -> None:
+        self.inner = backend.nodes
+        self.reads: list[Sequence[int]] = []
+
+    def read(self, session: int, ordinals: Sequence[int]) -> Sequence[bytes | None]:
+        self.reads.append(ordinals)
+        return self.inner.read(session, ordinals)
+
+
+class Place:
+    """A file of a database, and stores on it, each as another process has it."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path = path
+        self._stack = stack
+
+    def backend(self) -> Backend:
+        backend = sqlite_backend.connect(str(self.path))
+        return backend._replace(sessions=Counted(backend), nodes=CountedNodes(backend))
+
+    def store(self, **options: Any) -> SessionStore:
+        return self._stack.enter_context(SessionStore.connect(self.backend(), **options))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    with ExitStack() as stack:
+        yield Place(tmp_path / "db", stack)
+
+
+def sessions_of(store: SessionStore) -> Counted:
+    counted = store._journal.backend.sessions  # type: ignore[union-attr]
+    assert isinstance(counted, Counted)
+    return counted
+
+
+def reads_of(store: SessionStore) -> list[Sequence[int]]:
+    counted = store._journal.backend.nodes  # type: ignore[union-attr]
+    assert isinstance(counted, CountedNodes)
+    return counted.reads
+
+
+def shown(session: Session) -> list[tuple[int, ...]]:
+    """Every node of a session by its path's tokens, in commit order."""
+    return [tuple(node.input_ids(0, node.stop).tolist()) for node in session.descendants(session.root)]
+
+
+def test_what_one_writes_the_other_sees_when_it_looks(place: Place) -> None:
+    one, two = place.store(), place.store()
+    here = one.create("s", scheme=SCHEME, max_tokens=100)
+    node = here.append(here.root, [1, 2, 3], metadata={"a": 1})
+    here.set_head("main", node)
+    there = two.get("s")
+    assert there.head("main").node == node and there.head("main").version == 1 and there.max_tokens == 100
+    more = there.append(there.head("main").node, [4], role="tool")
+    assert more.id not in here.tree
+    assert here.children(node) == ()
+    here.refresh()
+    assert here.children(node) == (more,)
+    assert one.get("s") is here
+    assert here.incarnation != there.incarnation
+
+
+def test_a_look_that_brings_nothing_leaves_the_tree_and_its_nodes_as_they_are(place: Place) -> None:
+    one, two = place.store(), place.store()
+    here = one.create("s", scheme=SCHEME)
+    node = here.append(here.root, [1, 2, 3])
+    tree = here._tree
+    here.refresh()
+    assert one.get("s")._tree is tree
+    two.get("s").append(node.id, [4])
+    here.refresh()
+    assert here._tree is not tree
+    assert here.node(node.id) is node, "who holds a node has the one there is"
+    assert reads_of(one) == []
+    assert shown(here) == [(1, 2, 3), (1, 2, 3, 4)]
+    assert reads_of(one) == [[2]], "and only what others wrote is read"
+
+
+def test_an_append_behind_anything_succeeds_and_a_stale_head_does_not_move(place: Place) -> None:
+    one, two = place.store(), place.store()
+    here = one.create("s", scheme=SCHEME)
+    first = here.append(here.root, [1])
+    head = here.set_head("main", first)
+    there = two.get("s")
+    theirs = there.append(first.id, [2])
+    moved = there.set_head("main", theirs, expected=there.head("main"))
+    mine = here.append(first, [3])
+    with pytest.raises(HeadMoved) as caught:
+        here.set_head("main", mine, expected=head)
+    assert caught.value.actual == moved
+    assert here.head("main") == moved, "and what there is is known by then"
+    assert here.set_head("main", mine, expected=caught.value.actual).version == 3
+    assert shown(here) == [(1,), (1, 2), (1, 3)]
+    there.refresh()
+    assert shown(there) == shown(here)
+
+
+def test_threads_and_stores_write_to_one_session_at_once(place: Place) -> None:
+    stores = [place.store(), place.store()]
+    stores[0].create("s", scheme=SCHEME)
+    tips: dict[int, Node] = {}
+
+    def write(number: int) -> None:
+        session = stores[number % 2].get("s")
+        node = session.root
+        for turn in range(30):
+            node = session.append(node, [number, turn])
+            session.append(session.root, [99, turn])  # everybody's
+        tips[number] = node
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    trees = []
+    for store in stores:
+        session = store.get("s")
+        trees.append([node.id for node in session.descendants(session.root)])
+        for number, tip in tips.items():
+            assert session.node(tip.id).input_ids(0, 60).tolist() == [each for turn in range(30) for each in (number, turn)]
+    assert trees[0] == trees[1] and len(trees[0]) == len(set(trees[0])) == 6 * 30 + 30
+
+
+def test_those_who_wait_together_are_written_together(place: Place) -> None:
+    store = place.store()
+    sessions = [store.create(f"s{number}", scheme=SCHEME) for number in range(8)]
+    counted = sessions_of(store)
+    counted.hold = threading.Event()
+    threads = [
+        threading.Thread(target=session.append, args=(session.root, [number, turn]))
+        for number, session in enumerate(sessions)
+        for turn in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    journal = store._journal
+    assert journal is not None
+    while journal.lag[0] < len(threads):
+        pass
+    counted.hold.set()
+    for thread in threads:
+        thread.join()
+    assert [len(session.children(session.root)) for session in sessions] == [4] * 8
+    assert len(counted.commits) == 2, "the first wrote what was there by then, the next all the others"
+    assert sum(len(change.nodes) for changes in counted.commits for change in changes) == 32
+
+
+def test_nobody_sees_what_is_not_written_yet(place: Place) -> None:
+    store = place.store()
+    session = store.create("s", scheme=SCHEME)
+    counted = sessions_of(store)
+    counted.hold = threading.Event()
+    thread = threading.Thread(target=session.append, args=(session.root, [1]))
+    thread.start()
+    while not store._journal.lag[0]:  # type: ignore[union-attr]
+        pass
+    assert len(session.tree) == 1
+    counted.hold.set()
+    thread.join()
+    assert len(session.tree) == 2
+
+
+def test_a_path_is_read_in_one_call(place: Place) -> None:
+    one = place.store()
+    session = one.create("s", scheme=SCHEME)
+    node = session.root
+    for turn in range(300):
+        node = session.append(node, [turn, turn])
+        session.append(node, [7])  # beside the path
+    two = place.store()
+    there = two.get("s")
+    assert len(sessions_of(two).looks) == 1
+    assert there.node(node.id).input_ids(0, 600).tolist() == [each for turn in range(300) for each in (turn, turn)]
+    (read,) = reads_of(two)
+    assert len(read) == 300
+    there.node(node.id)
+    two.evict()
+    del there
+    assert two.get("s").node(node.id).stop == 600
+    assert len(reads_of(two)) == 2, "what was let go of is read again"
+
+
+def test_a_fork_shares_what_it_does_not_add_and_outlives_what_it_came_from(place: Place) -> None:
+    one, two = place.store(), place.store()
+    session = one.create("a", scheme=SCHEME)
+    first = session.append(session.root, [1])
+    second = session.append(first, [2])
+    fork = two.fork(two.get("a"), second.id, "b")
+    own = fork.append(second.id, [3])
+    deeper = two.fork(fork, first.id, "c")  # its tip is a node of the first session
+    deepest = two.fork(fork, own, "d")
+    grown = deepest.append(own, [4])
+    assert [tip for _, *tip in two._journal.backend.sessions.tips()] == [[1, 2], [1, 1], [fork._number, 3]]  # type: ignore[union-attr]
+    one.drop("a")
+    two.drop("b")
+    with pytest.raises(UnknownSession):
+        one.get("b")
+    report = one.gc()
+    assert (report.nodes_before, report.nodes_after) == (4, 4), "the paths of forks that are left"
+    assert one.get("d").node(grown.id).input_ids(0, 4).tolist() == [1, 2, 3, 4]
+    assert shown(one.get("c")) == [(1,)]
+    two.drop("d")
+    assert one.gc().nodes_after == 1
+    one.drop("c")
+    assert one.gc().nodes_after == 0
+    assert one._journal.backend.sessions.all() == []  # type: ignore[union-attr]
+    assert deeper.closed or deeper.tree is not None
+
+
+def test_a_session_that_is_dropped_elsewhere_is_closed_at_the_next_write(place: Place) -> None:
+    one, two = place.store(), place.store()
+    here = one.create("s", scheme=SCHEME)
+    node = here.append(here.root, [1])
+    two.get("s")
+    two.drop("s")
+    with pytest.raises(StaleSession):
+        here.append(node, [2])
+    assert here.closed and node.input_ids(0, 1).tolist() == [1]
+    with pytest.raises(UnknownSession):
+        one.get("s")
+    again = one.create("s", scheme=SCHEME)
+    assert len(again.tree) == 1
+    third = two.create("other", scheme=SCHEME)
+    one.get("other")
+    two.drop("other")
+    assert one.create("other", scheme=SCHEME).incarnation != third.incarnation, "though it was open here"
+
+
+def test_what_is_dropped_elsewhere_is_not_gone_on_from(place: Place) -> None:
+    one, two = place.store(), place.store()
+    here = one.create("s", scheme=SCHEME)
+    node = here.append(here.root, [1])
+    child = here.append(node, [2])
+    kept = here.append(here.root, [9])
+    there = two.get("s")
+    events = one.subscribe(kinds=["nodes_dropped", "node_committed"])
+    there.drop(node)
+    with pytest.raises(UnknownNode):
+        here.append(child, [3])
+    with pytest.raises(UnknownNode):
+        one.fork(here, node.id, "f")
+    assert [(event.kind, event.node_id) for event in events.poll()] == [("nodes_dropped", node.id)]
+    assert shown(here) == [(9,)]
+    assert two.gc().nodes_after == 1
+    more = here.append(kept, [4])
+    there.refresh()
+    assert shown(there) == [(9,), (9, 4)] and there.node(more.id) == more
+    assert child.input_ids(0, 2).tolist() == [1, 2]
+
+
+def test_a_fork_of_what_is_dropped_at_the_same_time_fails(place: Place) -> None:
+    one, two = place.store(), place.store()
+    here = one.create("s", scheme=SCHEME)
+    node = here.append(here.root, [1])
+    two.get("s").drop(node)
+    with pytest.raises(UnknownNode):  # refused, looked at again, and then it is not there
+        one.fork(here, node, "f")
+        here.refresh()
+        one.fork(here, node, "g")
+    assert "g" not in two.sessions()
+
+
+def test_a_pin_elsewhere_holds(place: Place) -> None:
+    one, two = place.store(), place.store()
+    here, there = one.create("s", scheme=SCHEME), two.get("s")
+    node = here.append(here.root, [1])
+    there.refresh()
+    there.pin(node.id)
+    with pytest.raises(NodeHeld):
+        here.drop(node)
+    with pytest.raises(NodeHeld):
+        one.drop("s")
+    there.unpin(node.id)
+    here.drop(node)
+    assert there.pins == frozenset()
+
+
+def test_gc_leaves_rows_of_what_can_be_reached_alone(place: Place) -> None:
+    one, two = place.store(), place.store()
+    session = one.create("s", scheme=SCHEME)
+    for turn in range(20):
+        session.set_head(f"head {turn % 3}", session.append(session.root, [turn]))
+    session.set_head("gone", session.root)
+    session.drop_head("gone")
+    session.pin(session.children(session.root)[0])
+    session.unpin(session.children(session.root)[0])
+    two.get("s")
+    report = two.gc(recent=0)
+    assert (report.nodes_before, report.nodes_after) == (20, 3)
+    session.refresh()
+    assert sorted(shown(session)) == [(17,), (18,), (19,)]
+    look = two._journal.backend.sessions.look(session._number)  # type: ignore[union-attr]
+    assert look is not None
+    assert len(look.nodes) == 3 and len(look.refs) == 4, "three heads, and the last word on versions"
+    assert session.set_head("gone", session.root).version > 22
+    assert two.gc().nodes_after == 3
+
+
+def test_aliases_of_two_processes_name_one_thing(place: Place) -> None:
+    one, two = place.store(), place.store()
+    this, that = (MediaItem("image", bytes([number]) * 32, ((0, 1),)) for number in (1, 2))
+    one.alias_media("cat", this)
+    assert two.aliased_media("cat") == this.identity
+    with pytest.raises(KeyTaken):
+        two.alias_media("cat", that)
+    two.drop_alias("cat")
+    one.alias_media("cat", that)
+    assert two.aliased_media("cat") == that.identity
+
+
+def test_features_are_found_by_others(place: Place) -> None:
+    one, two = place.store(), place.store()
+    item = MediaItem("image", b"i" * 32, ((0, 2),))
+    one.put_features(item, {"pixels": np.arange(12.0)})
+    found = two.get_features(item)
+    assert found is not None and np.array_equal(np.asarray(found["pixels"]), np.arange(12.0))
+
+
+def test_a_store_of_a_tenant_makes_no_session_of_another(place: Place) -> None:
+    store = place.store(tenant="acme")
+    assert store.create("s", scheme=SCHEME, namespace="acme").namespace.tenant == "acme"
+    with pytest.raises(IncompatibleStore):
+        store.create("t", scheme=SCHEME, namespace="other")
+    with pytest.raises(SessionExists):
+        store.create("s", scheme=SCHEME, namespace="acme")
+
+
+def test_a_store_that_only_reads_writes_nothing(place: Place) -> None:
+    one = place.store()
+    session = one.create("s", scheme=SCHEME)
+    node = session.append(session.root, [1])
+    two = place.store(read_only=True)
+    there = two.get("s")
+    assert shown(there) == [(1,)]
+    for write in (lambda: there.append(node.id, [2]), lambda: there.pin(node.id), two.gc, lambda: two.create("t", scheme=SCHEME)):
+        with pytest.raises(Unsupported):
+            write()
+    session.append(node, [3])
+    there.refresh()
+    assert shown(there) == [(1,), (1, 3)]
+
+
+def test_a_record_that_is_not_what_was_written_is_told_of(place: Place) -> None:
+    one = place.store()
+    session = one.create("s", scheme=SCHEME)
+    node = session.append(session.root, [1, 2, 3])
+    backend = place.backend()
+    (record,) = backend.nodes.read(1, [1])
+    assert record is not None
+    flipped = record[:-30] + bytes([record[-30] ^ 1]) + record[-29:]
+
+    class Damaged:
+        def read(self, session: int, ordinals: Sequence[int]) -> Sequence[bytes | None]:
+            return [flipped for _ in ordinals]
+
+    with SessionStore.connect(backend._replace(nodes=Damaged())) as two, pytest.raises(CorruptTree):
+        two.get("s").node(node.id)
+
+
+def test_events_tell_what_others_wrote_once(place: Place) -> None:
+    one, two = place.store(), place.store()
+    here, there = one.create("s", scheme=SCHEME), two.get("s")
+    events = one.subscribe(kinds=["node_committed", "head_moved"])
+    mine = here.append(here.root, [1])
+    theirs = there.append(there.root, [2])
+    there.set_head("main", theirs)
+    again = here.append(mine, [3])  # comes upon what they wrote
+    here.refresh()
+    told = [(event.kind, event.node_id) for event in events.poll()]
+    assert sorted(told) == sorted(
+        [("node_committed", mine.id), ("node_committed", theirs.id), ("head_moved", theirs.id), ("node_committed", again.id)]
+    )
+
+
+def test_the_asyncio_front_does_what_was_refused_anew(place: Place) -> None:
+    async def run() -> None:
+        store, other = AsyncStore(place.store()), place.store()
+        async with store:
+            session = await store.create("s", scheme="qwen2_vl@hf5")
+            there = other.get("s")
+            root = there.root
+            there.set_head("main", there.append(root, [1]))
+            node, head = await asyncio.gather(session.append(root.id, [2]), session.set_head("mine", root.id))
+            assert head.version == 2 and session.session.head("mine") == head
+            there.append(root, [3])
+            draft = await session.draft(node)
+            draft.extend([4, 5])
+            reply = await session.commit(draft)
+            there.refresh()
+            assert there.node(reply.id).input_ids(0, 3).tolist() == [2, 4, 5]
+            there.set_head("main", root)
+            with pytest.raises(HeadMoved):
+                await session.set_head("main", node, expected=session.session.head("main"))
+            there.append(root, [6])
+            media = [MediaItem("image", b"i" * 32, ((0, 2),), (1, 2, 4))]
+            made = await session.append(root.id, [151655] * 2, media=iter(media))
+            assert [item.identity for item, *_ in made.media_spans()] == [b"i" * 32], "an iterator is gone through once"
+
+    asyncio.run(run())
+
+
+def test_equal_generations_stay_apart_and_equal_appends_are_one(place: Place) -> None:
+    one, two = place.store(), place.store()
+    here, there = one.create("s", scheme=SCHEME), two.get("s")
+    for session in (here, there, here, there):
+        draft = session.draft(session.root)
+        draft.append(5)
+        draft.commit()
+        session.append(session.root, [6])
+    here.refresh()
+    assert sorted(shown(here)) == [(5,)] * 4 + [(6,)]
+    here.append(here.root, [7], key="k")
+    with pytest.raises(KeyTaken):
+        there.append(there.root, [8], key="k")
+    assert there.append(there.root, [7], key="k").id == here.append(here.root, [7], key="k").id
+
+
+def test_the_cache_holds_what_its_budget_allows(place: Place) -> None:
+    cache = RecordCache(1_000)
+    for number in range(10):
+        cache.put((1, 0, number), bytes(200))
+    assert [number for number in range(10) if cache.get((1, 0, number))] == [8, 9] and cache.held_bytes == 800
+    cache.put((1, 0, 11), bytes(2_000))
+    assert cache.get((1, 0, 11)) is None
+    assert cache.get((1, 0, 8)) is not None
+    cache.put((1, 0, 12), bytes(200))
+    assert cache.get((1, 0, 9)) is None, "that which was asked for last stays"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -448,8 +449,7 @@ class BackendContract:
                     backend, Change(number, version, version + 1, [node(version + 1, b"of %d" % who)], {b"who": b"%d" % who})
                 ):
                     won.append((version, who))
-                while looked(backend, number, (version, 0, version)).version == version:  # nobody's yet
-                    pass
+                assert looked(backend, number, (version, 0, version)).version > version  # mine, or whoever was first
 
         in_threads(4, write)
         assert [version for version, _ in sorted(won)] == list(range(20))
@@ -482,28 +482,35 @@ class BackendContract:
 
     def test_looks_beside_a_writer_are_of_one_moment(self, backend: Backend, connect_again: Connect) -> None:
         number = made(backend, "one")
-        last = 60
         others = [backend, connect_again()]
+        written = threading.Event()
 
-        def work(who: int) -> None:
-            if who == 0:
-                for version in range(last):
-                    some = nodes(3 * version + 1, 3 * version + 3)
-                    assert commit(
-                        backend,
-                        Change(number, version, version + 1, some, {b"a": b"%d" % (version + 1), b"b": b"%d" % (version + 1)}),
-                    )
-                return
-            known = looked(others[who - 1], number)
-            while known.version < last:
-                known = merged(known, looked(others[who - 1], number, since_of(known)))
-                whole = looked(others[who - 1], number)
-                for look in (known, whole):
+        def write() -> None:
+            for version in range(60):
+                told = b"%d" % (version + 1)
+                some = nodes(3 * version + 1, 3 * version + 3)
+                assert commit(backend, Change(number, version, version + 1, some, {b"a": told, b"b": told}))
+
+        def read(other: Backend) -> None:
+            known = looked(other, number)
+            while not written.is_set():
+                known = merged(known, looked(other, number, since_of(known)))
+                for look in (known, looked(other, number)):
                     told = b"%d" % look.version
                     assert [row.ordinal for row in look.nodes] == list(range(1, 3 * look.version + 1))
                     assert look.refs == ({b"a": told, b"b": told} if look.version else {})
 
+        def work(who: int) -> None:
+            if who < len(others):
+                read(others[who])
+            else:
+                try:
+                    write()
+                finally:
+                    written.set()
+
         in_threads(3, work)
+        assert looked(backend, number).version == 60
 
     # Processes
 

@@ -25,6 +25,7 @@ def appended(connect: Connect, number: int, versions: int, who: bytes) -> list[i
         if commit(backend, Change(number, version, version + 1, [node(version + 1, who)], {b"last": b"%d" % (version + 1)})):
             won.append(version)
         look = merged(look, looked(backend, number, since_of(look)))
+        assert look.version > version  # mine, or that of whoever was first
         assert (len(look.nodes), look.refs[b"last"]) == (look.version, b"%d" % look.version)
     backend.close()
     return won

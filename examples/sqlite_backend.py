@@ -26,7 +26,7 @@ CREATE TABLE nodes (session, ordinal, parent, id, key, record, PRIMARY KEY (sess
 CREATE INDEX nodes_without_records ON nodes (session, ordinal, parent, id, key);
 CREATE TABLE refs (session, name, version, record, PRIMARY KEY (session, name));
 CREATE TABLE names (name PRIMARY KEY, tenant, record);
-CREATE TABLE blobs (owner, name, made, data, PRIMARY KEY (owner, name));
+CREATE TABLE blobs (name PRIMARY KEY, made, data);
 """
 
 
@@ -41,7 +41,6 @@ class Database:
                 with suppress(FileExistsError):
                     os.link(f"{scratch}/store", path)
         self.path, self.tenant = path, tenant
-        self.owner = "" if tenant is None else f"tenant {tenant}"  # of blobs
         self.connections: dict[str, tuple[threading.Lock, sqlite3.Connection]] = {}
         for begin in ("BEGIN", "BEGIN IMMEDIATE"):
             db = sqlite3.connect(path, timeout=60, isolation_level=None, check_same_thread=False)
@@ -61,7 +60,8 @@ class Database:
                 db.execute(begin)
                 yield db
         except sqlite3.Error as error:  # a damaged file is the base class; what passes, a lock or a full disk, is one below it
-            raise (CorruptTree if type(error) is sqlite3.DatabaseError else StoreFailed)(f"{self.path}: {error}") from error
+            kind = CorruptTree if type(error) is sqlite3.DatabaseError else StoreFailed
+            raise kind(f"{self.path}: {error}") from error
 
     def select(self, what: str, *values: object) -> list[Any]:
         with self.transaction("BEGIN") as db:
@@ -176,24 +176,22 @@ class Nodes(Part):
 class Blobs(Part):
     def put(self, name: str, data: bytes) -> bool:
         with self.db.transaction() as db:
-            row = [self.db.owner, name, data]
-            return db.execute("INSERT OR IGNORE INTO blobs VALUES (?, ?, julianday('now'), ?)", row).rowcount == 1
+            return db.execute("INSERT OR IGNORE INTO blobs VALUES (?, julianday('now'), ?)", [name, data]).rowcount == 1
 
     def get(self, name: str) -> bytes | None:
-        found = self.db.select("data FROM blobs WHERE owner = ? AND name = ?", self.db.owner, name)
+        found = self.db.select("data FROM blobs WHERE name = ?", name)
         return found[0][0] if found else None
 
     def names(self, prefix: str = "") -> Iterable[tuple[str, float]]:
-        found = "name, max(0, julianday('now') - made) * 86400 FROM blobs WHERE owner = ? AND instr(name, ?) = 1"
-        return self.db.select(found, self.db.owner, prefix)
+        return self.db.select("name, max(0, julianday('now') - made) * 86400 FROM blobs WHERE instr(name, ?) = 1", prefix)
 
     def delete(self, names: Iterable[str]) -> int:
-        rows = [(self.db.owner, name) for name in names]
+        rows = [(name,) for name in names]
         with self.db.transaction() as db:
-            return db.executemany("DELETE FROM blobs WHERE owner = ? AND name = ?", rows).rowcount
+            return db.executemany("DELETE FROM blobs WHERE name = ?", rows).rowcount
 
 
 def connect(path: str, tenant: str | None = None) -> Backend:
-    """What is at ``path``, made where nothing is. ``tenant``: only that one's sessions, names and blobs."""
+    """What is at ``path``, made where nothing is. ``tenant``: only that one's sessions and names."""
     database = Database(path, tenant)
     return Backend(f"sqlite {path}", Sessions(database), Nodes(database), Blobs(database), database.close)

@@ -10,7 +10,7 @@ the replica does not have.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from struct import Struct
 from typing import Final, Literal
@@ -18,14 +18,27 @@ from uuid import UUID
 
 from psycopg.types.numeric import Int4, Int8
 
-from sessiontree.backends.postgres_lines import EVERYTHING, Ints, Longs, Server, Texts, Writer
-from sessiontree.backends.shared import Backend, Blobs, Change, Look, NewNode, NewSession, NodeRow, Removal
+from sessiontree.backends.postgres_lines import Server
+from sessiontree.backends.postgres_statements import (
+    CHANGE,
+    CHANGES,
+    CREATE,
+    REMOVE,
+    SET_NAME,
+    byteas,
+    columns,
+    int4,
+    int4s,
+    int8,
+    many_changes,
+    one_change,
+)
+from sessiontree.backends.postgres_writer import Writer
+from sessiontree.backends.shared import Backend, Blobs, Change, Look, NewSession, NodeRow, Removal
 from sessiontree.errors import Unsupported
 
-BODY: Final = 4032  # bytes of a record's body where two are to fill a page
-_LONGEST_HEAD: Final = 1024  # what more a record may have, if it is to be cut there
+EVERYTHING: Final = UUID(int=0)  # the scope of all tenants
 _ROW: Final = Struct(">IIQ32s")  # as rows_after in postgres.sql
-_HALF: Final = 2**63
 
 _NEWER: Final = "sessiontree.refs r WHERE r.session = s.number AND r.version > CASE s.removals WHEN %b THEN %b ELSE -1 END"
 _LOOK: Final = f"""
@@ -41,7 +54,7 @@ SELECT n.ordinal, n.head, b.body FROM {_JOINED}
 WHERE {_SEEN} AND n.session = %b AND n.ordinal BETWEEN %b AND %b AND b.session = %b AND b.ordinal BETWEEN %b AND %b
 """
 _THESE: Final = f"""
-SELECT n.ordinal, n.head, b.body FROM unnest(%b) AS wanted(ordinal)
+SELECT n.ordinal, n.head, b.body FROM unnest(%b::integer[]) AS wanted(ordinal)
     JOIN sessiontree.nodes n ON n.session = %b AND n.ordinal = wanted.ordinal
     JOIN sessiontree.bodies b ON b.session = %b AND b.ordinal = wanted.ordinal
 WHERE {_SEEN}
@@ -65,18 +78,17 @@ class PostgresSessions:
 
     def create(self, new: NewSession) -> Literal["made", "taken", "dropped"]:
         session, ordinal = new.tip or (None, None)
-        parameters = (
-            Int8(new.number),
+        values = (
+            int8(new.number),
             new.name.encode(),
-            None if new.tenant is None else scope_of(new.tenant),
+            None if new.tenant is None else scope_of(new.tenant).bytes,
             new.record,
-            None if session is None else Int8(session),
-            None if ordinal is None else Int4(ordinal),
-            Int4(new.tip_drops),
-            *_columns(new.nodes),
+            None if session is None else int8(session),
+            None if ordinal is None else int4(ordinal),
+            int4(new.tip_drops),
+            *columns(new.nodes),
         )
-        came = self._other.write(f"create session {new.name!r}", "create_session", parameters)
-        return came  # type: ignore[return-value]
+        return self._other.write(f"create session {new.name!r}", CREATE, values)  # type: ignore[return-value]
 
     def find(self, name: str) -> int | None:
         wanted = "SELECT number FROM sessiontree.sessions WHERE name = %b AND NOT gone AND sessiontree.sees(tenant)"
@@ -100,24 +112,14 @@ class PostgresSessions:
         return Look(record, version, drops, removals, gone, not partial, nodes, dict(zip(names, records, strict=True)))
 
     def commit(self, changes: Sequence[Change]) -> Sequence[bool]:
-        order = sorted(range(len(changes)), key=lambda at: changes[at].session)
-        ordered = [changes[at] for at in order]
-        nodes = [node for change in ordered for node in change.nodes]
-        refs = [ref for change in ordered for ref in change.refs.items()]
-        parameters = (
-            Longs(change.session for change in ordered),
-            Longs(change.before for change in ordered),
-            Longs(change.after for change in ordered),
-            Ints(change.drops + 2 * change.gone for change in ordered),
-            Ints(_ends(len(change.nodes) for change in ordered)),
-            Ints(_ends(len(change.refs) for change in ordered)),
-            *_columns(nodes),
-            Texts(name for name, _ in refs),
-            Texts(record for _, record in refs),
-        )
-        came = self._committing.write(f"write to {len(changes)} sessions", "commit", parameters)
-        held = dict(zip(order, came, strict=True))
-        return [held[at] == "1" for at in range(len(changes))]
+        what = f"write to session {changes[0].session}" if len(changes) == 1 else f"write to {len(changes)} sessions"
+        values = one_change(changes[0]) if len(changes) == 1 else None
+        if values is not None:
+            came = self._committing.write(what, CHANGE, values)
+        else:
+            came = self._committing.write(what, CHANGES, many_changes(changes))
+        moved = set(map(int, came.split()))
+        return [change.session in moved for change in changes]
 
     def tips(self) -> Sequence[tuple[int, int, int]]:
         wanted = (
@@ -130,15 +132,15 @@ class PostgresSessions:
         return [(number, gone) for number, gone in self._server.rows("list sessions", wanted)]
 
     def remove(self, removal: Removal) -> bool:
-        parameters = (
-            Int8(removal.session),
-            Int8(removal.version),
-            Ints(removal.ordinals),
-            Texts(removal.refs),
-            Int8(removal.forks),
-            removal.whole,
+        values = (
+            int8(removal.session),
+            int8(removal.version),
+            int4s(removal.ordinals),
+            byteas(removal.refs),
+            int8(removal.forks),
+            bytes([removal.whole]),
         )
-        return self._other.write(f"remove nodes of session {removal.session}", "remove", parameters) == "1"
+        return self._other.write(f"remove nodes of session {removal.session}", REMOVE, values) == "1"
 
     def named(self, name: bytes) -> bytes | None:
         found = self._server.rows(
@@ -149,8 +151,8 @@ class PostgresSessions:
     def name(self, name: bytes, record: bytes, expected: bytes | None, tenant: str | None = None) -> bool:
         """``tenant``: whose it is; unless told, that of the connection."""
         owner = self._tenant if tenant is None else tenant
-        parameters = (name, None if owner is None else scope_of(owner), record, expected)
-        return self._other.write("set a name", "set_name", parameters) == "1"
+        values = name, None if owner is None else scope_of(owner).bytes, record, expected
+        return self._other.write("set a name", SET_NAME, values) == "1"
 
     def all_named(self) -> Mapping[bytes, bytes]:
         return dict(self._server.rows("list names", "SELECT name, record FROM sessiontree.names WHERE sessiontree.sees(tenant)"))
@@ -182,31 +184,8 @@ def _read(server: Server, session: int, ordinals: Sequence[int]) -> dict[int, by
         ends = Int4(first), Int4(last)
         rows = server.rows(f"read session {session}", _RANGE, (number, number, *ends, number, *ends))
     else:
-        rows = server.rows(f"read session {session}", _THESE, (Ints(sorted(set(ordinals))), number, number, number))
+        rows = server.rows(f"read session {session}", _THESE, (sorted(set(ordinals)), number, number, number))
     return {ordinal: body if head is None else head + body for ordinal, head, body in rows}
-
-
-def _columns(nodes: Sequence[NewNode]) -> tuple[Ints, Ints, Longs, Texts, Texts, Texts]:
-    """Nodes as the functions take them: ordinals, parents, keys, ids, heads, bodies."""
-    rows = [node.row for node in nodes]
-    cuts = [len(node.record) - BODY if BODY < len(node.record) <= BODY + _LONGEST_HEAD else 0 for node in nodes]
-    return (
-        Ints(row.ordinal for row in rows),
-        Ints(row.parent for row in rows),
-        Longs((row.key - 2 * _HALF if row.key >= _HALF else row.key) or None for row in rows),
-        Texts(row.id for row in rows),
-        Texts(node.record[:cut] or None for node, cut in zip(nodes, cuts, strict=True)),
-        Texts(node.record[cut:] for node, cut in zip(nodes, cuts, strict=True)),
-    )
-
-
-def _ends(counts: Iterable[int]) -> list[int]:
-    """Where each of some runs ends that stand one behind the other."""
-    ends, end = [], 0
-    for count in counts:
-        end += count
-        ends.append(end)
-    return ends
 
 
 def scope_of(tenant: str | None) -> UUID:

@@ -10,14 +10,15 @@ the replica does not have.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from struct import Struct
 from typing import Final, Literal
 from uuid import UUID
 
 from psycopg.types.numeric import Int4, Int8
 
+from sessiontree.backends.postgres_blobs import DatabaseBlobs
 from sessiontree.backends.postgres_lines import Server
 from sessiontree.backends.postgres_statements import (
     CHANGE,
@@ -35,9 +36,10 @@ from sessiontree.backends.postgres_statements import (
 )
 from sessiontree.backends.postgres_writer import Writer
 from sessiontree.backends.shared import Backend, Blobs, Change, Look, NewSession, NodeRow, Removal
-from sessiontree.errors import Unsupported
+from sessiontree.errors import IncompatibleStore, StoreFailed, Unsupported
 
 EVERYTHING: Final = UUID(int=0)  # the scope of all tenants
+_REST: Final = 5.0  # seconds for which a replica that has failed is not asked
 _ROW: Final = Struct(">IIQ32s")  # as rows_after in postgres.sql
 
 _NEWER: Final = "sessiontree.refs r WHERE r.session = s.number AND r.version > CASE s.removals WHEN %b THEN %b ELSE -1 END"
@@ -47,17 +49,19 @@ SELECT s.record, s.version, s.drops, s.removals, s.gone, s.removals = %b,
     ARRAY(SELECT r.name FROM {_NEWER} ORDER BY r.name), ARRAY(SELECT r.record FROM {_NEWER} ORDER BY r.name)
 FROM sessiontree.sessions s WHERE s.number = %b AND sessiontree.sees(s.tenant)
 """
-_JOINED: Final = "sessiontree.nodes n JOIN sessiontree.bodies b ON b.session = n.session AND b.ordinal = n.ordinal"
+#: A record's head is looked up by its key, whatever the server thinks of tables that have grown since it last counted their rows.
+_RECORD: Final = """
+coalesce((SELECT n.head FROM sessiontree.nodes n WHERE n.session = b.session AND n.ordinal = b.ordinal) || b.body, b.body)
+"""
 _SEEN: Final = "EXISTS (SELECT FROM sessiontree.sessions s WHERE s.number = %b AND sessiontree.sees(s.tenant))"
-_RANGE: Final = f"""
-SELECT n.ordinal, n.head, b.body FROM {_JOINED}
-WHERE {_SEEN} AND n.session = %b AND n.ordinal BETWEEN %b AND %b AND b.session = %b AND b.ordinal BETWEEN %b AND %b
+#: A run of nodes, as a path without branches is: a quarter less work than to look each up.
+_RUN: Final = f"""
+SELECT b.ordinal, {_RECORD} FROM sessiontree.bodies b
+WHERE {_SEEN} AND b.session = %b AND b.ordinal BETWEEN %b AND %b
 """
 _THESE: Final = f"""
-SELECT n.ordinal, n.head, b.body FROM unnest(%b::integer[]) AS wanted(ordinal)
-    JOIN sessiontree.nodes n ON n.session = %b AND n.ordinal = wanted.ordinal
-    JOIN sessiontree.bodies b ON b.session = %b AND b.ordinal = wanted.ordinal
-WHERE {_SEEN}
+SELECT wanted.ordinal, (SELECT {_RECORD} FROM sessiontree.bodies b WHERE b.session = %b AND b.ordinal = wanted.ordinal)
+FROM unnest(%b::integer[]) AS wanted(ordinal) WHERE {_SEEN}
 """
 
 
@@ -166,26 +170,32 @@ class PostgresNodes:
     """Records in a database, and in a copy of it that may lag. See :class:`~sessiontree.backends.shared.Nodes`."""
 
     def __init__(self, primary: Server, replica: Server | None) -> None:
-        self._servers = (primary,) if replica is None else (replica, primary)
+        self._primary = primary
+        self._replica = replica
+        self._rests_until = 0.0  # the replica, which has failed
 
     def read(self, session: int, ordinals: Sequence[int]) -> Sequence[bytes | None]:
         found: dict[int, bytes] = {}
-        wanted = ordinals
-        for server in self._servers:
-            if wanted:
-                found |= _read(server, session, wanted)
-                wanted = [ordinal for ordinal in ordinals if ordinal not in found]
+        if self._replica is not None and time.monotonic() >= self._rests_until:
+            try:
+                found = _read(self._replica, session, ordinals)
+            except (StoreFailed, IncompatibleStore):
+                self._rests_until = time.monotonic() + _REST
+        missing = [ordinal for ordinal in ordinals if ordinal not in found]
+        if missing:
+            found |= _read(self._primary, session, missing)
         return [found.get(ordinal) for ordinal in ordinals]
 
 
 def _read(server: Server, session: int, ordinals: Sequence[int]) -> dict[int, bytes]:
-    number, first, last = Int8(session), min(ordinals), max(ordinals)
-    if last - first < len(ordinals):  # all from the first to the last: a path without branches
-        ends = Int4(first), Int4(last)
-        rows = server.rows(f"read session {session}", _RANGE, (number, number, *ends, number, *ends))
+    number, wanted = Int8(session), sorted(set(ordinals))
+    if not wanted:
+        return {}
+    if wanted[-1] - wanted[0] < len(wanted):
+        rows = server.rows(f"read session {session}", _RUN, (number, number, Int4(wanted[0]), Int4(wanted[-1])))
     else:
-        rows = server.rows(f"read session {session}", _THESE, (sorted(set(ordinals)), number, number, number))
-    return {ordinal: body if head is None else head + body for ordinal, head, body in rows}
+        rows = server.rows(f"read session {session}", _THESE, (number, wanted, number))
+    return {ordinal: record for ordinal, record in rows if record is not None}
 
 
 def scope_of(tenant: str | None) -> UUID:
@@ -210,7 +220,7 @@ def connect(
     Raises IncompatibleStore for tables of another version, StoreFailed where the server cannot be reached.
     """
     server = Server(url, scope_of(tenant), read_only, seconds)
-    copy = None if replica is None else Server(replica, scope_of(tenant), True, seconds)
+    copy = None if replica is None else Server(replica, scope_of(tenant), True, seconds / 10)  # the primary can do the same
     try:
         server.prepare()
     except BaseException:
@@ -230,10 +240,8 @@ def connect(
 def _blobs(server: Server, where: str | None) -> Blobs | None:
     if where is None:
         return None
-    database = where == "database"
-    try:  # until both are there
-        module = import_module(f"sessiontree.backends.{'postgres_blobs' if database else 'buckets'}")
-    except ImportError:
-        return None
-    made: Blobs = module.DatabaseBlobs(server.connection) if database else module.BucketBlobs(where, read_only=server.read_only)
-    return made
+    if where == "database":
+        return DatabaseBlobs(server.connection)
+    from sessiontree.backends.buckets import BucketBlobs  # noqa: PLC0415 (needs an extra of its own)
+
+    return BucketBlobs(where, read_only=server.read_only)

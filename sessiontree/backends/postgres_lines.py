@@ -226,8 +226,9 @@ class Server:
 
 def _version(line: Line) -> int | None:
     """Of the tables; None where there are none."""
-    there = line.execute("SELECT to_regclass('sessiontree.format') IS NOT NULL").fetchone()
-    if there is None or not there[0]:
+    # Not by to_regclass: within a transaction that waited for a lock, it remembers that there was none.
+    there = "SELECT FROM pg_catalog.pg_tables WHERE schemaname = 'sessiontree' AND tablename = 'format'"
+    if line.execute(there).fetchone() is None:
         return None
     row = line.execute("SELECT version FROM sessiontree.format").fetchone()
     return None if row is None else int(row[0])

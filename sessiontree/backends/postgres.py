@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
 from struct import Struct
 from typing import Final, Literal
 from uuid import UUID
 
 from psycopg.types.numeric import Int4, Int8
 
+from sessiontree.backends.buckets import BucketBlobs
+from sessiontree.backends.postgres_blobs import DatabaseBlobs
 from sessiontree.backends.postgres_lines import EVERYTHING, Ints, Longs, Server, Texts, Writer
 from sessiontree.backends.shared import Backend, Blobs, Change, Look, NewNode, NewSession, NodeRow, Removal
 from sessiontree.errors import Unsupported
@@ -251,10 +252,6 @@ def connect(
 def _blobs(server: Server, where: str | None) -> Blobs | None:
     if where is None:
         return None
-    database = where == "database"
-    try:  # until both are there
-        module = import_module(f"sessiontree.backends.{'postgres_blobs' if database else 'buckets'}")
-    except ImportError:
-        return None
-    made: Blobs = module.DatabaseBlobs(server.connection) if database else module.BucketBlobs(where, read_only=server.read_only)
-    return made
+    if where == "database":
+        return DatabaseBlobs(server.connection, seconds=server.seconds)
+    return BucketBlobs(where, read_only=server.read_only)

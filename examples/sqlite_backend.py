@@ -156,11 +156,11 @@ class Sessions(Part):
         found = self.db.select("record FROM names WHERE name = ? AND seen(tenant)", name)
         return found[0][0] if found else None
 
-    def name(self, name: bytes, record: bytes, expected: bytes | None) -> bool:
+    def name(self, name: bytes, record: bytes, expected: bytes | None, tenant: str | None = None) -> bool:
         with self.db.transaction() as db:
             move = "INSERT INTO names VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET record = excluded.record WHERE seen(tenant)"
             # Nobody writes meanwhile.
-            return self.named(name) == expected and db.execute(move, [name, self.db.tenant, record]).rowcount == 1
+            return self.named(name) == expected and db.execute(move, [name, tenant or self.db.tenant, record]).rowcount == 1
 
     def all_named(self) -> Mapping[bytes, bytes]:
         return dict(self.db.select("name, record FROM names WHERE seen(tenant)"))

@@ -90,7 +90,7 @@ class Plain:
             del self.sessions[removal.session]
         return True
 
-    def name(self, name: bytes, record: bytes, expected: bytes | None) -> bool:
+    def name(self, name: bytes, record: bytes, expected: bytes | None, tenant: str | None = None) -> bool:
         if self.by_name.get(name) != expected:
             return False
         self.by_name[name] = record

@@ -14,6 +14,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -523,7 +524,7 @@ def nodes_made(server: Server) -> float:
 
 
 def on_disk(server: Server) -> int:
-    return sum(path.stat().st_size for path in server.store.rglob("*.seg"))
+    return sum(path.stat().st_size for path in Path(server.store).rglob("*.seg"))
 
 
 def test_pictures_that_are_good_still_are(client: Client) -> None:

@@ -76,12 +76,13 @@ class Place:
         self.path = path
         self._stack = stack
 
-    def backend(self) -> Backend:
-        backend = sqlite_backend.connect(str(self.path))
+    def backend(self, tenant: str | None = None) -> Backend:
+        backend = sqlite_backend.connect(str(self.path), tenant)
         return backend._replace(sessions=Counted(backend), nodes=CountedNodes(backend))
 
     def store(self, **options: Any) -> SessionStore:
-        return self._stack.enter_context(SessionStore.connect(self.backend(), **options))
+        backend = self.backend(options.get("tenant"))
+        return self._stack.enter_context(SessionStore.connect(backend, **options))
 
 
 @pytest.fixture
@@ -370,6 +371,17 @@ def test_aliases_of_two_processes_name_one_thing(place: Place) -> None:
     two.drop_alias("cat")
     one.alias_media("cat", that)
     assert two.aliased_media("cat") == that.identity
+
+
+def test_an_alias_belongs_to_the_tenant_of_its_namespace(place: Place) -> None:
+    everybody, red = place.store(), place.store(tenant="red")
+    item, other = (MediaItem("image", bytes([number]) * 32, ((0, 1),)) for number in (1, 2))
+    everybody.alias_media("cat", item, "red")
+    assert red.aliased_media("cat", "red") == item.identity
+    with pytest.raises(IncompatibleStore):
+        red.alias_media("cat", other, "blue")
+    with pytest.raises(KeyTaken):
+        red.alias_media("cat", other, "red")
 
 
 def test_features_are_found_by_others(place: Place) -> None:

@@ -12,7 +12,8 @@ import psycopg
 import pytest
 from psycopg.pq import TransactionStatus
 
-from sessiontree.backends.postgres_blobs import TABLES, DatabaseBlobs
+from sessiontree.backends import postgres
+from sessiontree.backends.postgres_blobs import DatabaseBlobs
 from sessiontree.backends.shared import Blobs
 from tests.bucket_server import BucketServer
 
@@ -71,7 +72,7 @@ class Connections:
         try:
             one = self.idle.pop()
         except IndexError:
-            one = psycopg.connect(self.url, autocommit=True)
+            one = connect(self.url)
         try:
             yield one
         finally:
@@ -82,9 +83,12 @@ class Connections:
             self.idle.pop().close()
 
 
+def connect(url: str, **given: Any) -> psycopg.Connection[Any]:
+    return psycopg.connect(url, autocommit=True, options="-c search_path=sessiontree", **given)
+
+
 def make_tables(url: str) -> None:
-    with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute(TABLES.encode())
+    postgres.connect(url).close()
 
 
 def postgres_place(connections: Connections) -> Place:

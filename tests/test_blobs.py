@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sessiontree import CorruptTree, NeedsExtra, StoreFailed, Unsupported
-from sessiontree.backends import buckets, postgres_blobs
+from sessiontree.backends import buckets, postgres
 from sessiontree.backends.buckets import BucketBlobs
 from sessiontree.backends.postgres_blobs import PIECE, DatabaseBlobs
 from sessiontree.backends.shared import Blobs
 from tests import postgres_server
-from tests.blob_places import KINDS, DictBlobs, Place, bucket_server, make_tables, new_place
+from tests.blob_places import KINDS, DictBlobs, Place, bucket_server, connect, make_tables, new_place
 from tests.bucket_server import BucketServer, Fault
 from tests.threads import in_threads
 
@@ -42,9 +42,8 @@ def server() -> Iterator[BucketServer]:
 
 @pytest.fixture
 def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pauses between attempts take no time."""
+    """Pauses between attempts on a bucket take no time."""
     monkeypatch.setattr(buckets, "_PAUSE", 0)
-    monkeypatch.setattr(postgres_blobs, "_PAUSE", 0)
 
 
 def names(blobs: Blobs, prefix: str = "") -> list[str]:
@@ -344,36 +343,34 @@ class Cut:
     @contextmanager
     def __call__(self) -> Iterator[psycopg.Connection[Any]]:
         self.given += 1
-        with psycopg.connect(self.url, autocommit=True) as connection:
+        with connect(self.url) as connection:
             if self.cut:
                 self.cut -= 1
-                with psycopg.connect(self.url, autocommit=True) as other:
+                with connect(self.url) as other:
                     other.execute("SELECT pg_terminate_backend(%s, 5000)", (connection.info.backend_pid,))
             yield connection
 
 
-def test_a_connection_that_is_lost_is_not_seen(postgres_url: str, briefly: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(postgres_blobs, "_ATTEMPTS", 4)
+def test_a_connection_that_is_lost_is_not_seen(postgres_url: str) -> None:
     make_tables(postgres_url)
     connection = Cut(postgres_url)
-    blobs = DatabaseBlobs(connection)
-    calls: list[tuple[Any, Any]] = [
-        (lambda: blobs.put("a", DATA), True),
-        (lambda: blobs.get("a"), DATA),
-        (lambda: names(blobs), ["a"]),
-        (lambda: blobs.delete(["a"]), 1),
+    calls: list[tuple[Callable[[Blobs], Any], Any]] = [
+        (lambda blobs: blobs.put("a", DATA), True),
+        (lambda blobs: blobs.get("a"), DATA),
+        (names, ["a"]),
+        (lambda blobs: blobs.delete(["a"]), 1),
     ]
     for call, expected in calls:
         connection.cut = 3
-        assert call() == expected
+        assert call(DatabaseBlobs(connection)) == expected
     for call, _ in calls:
-        connection.cut, connection.given = 100, 0
+        connection.cut, connection.given = 1, 0
         with pytest.raises(StoreFailed):
-            call()
-        assert connection.given == postgres_blobs._ATTEMPTS
+            call(DatabaseBlobs(connection, seconds=0))
+        assert connection.given == 1
 
 
-def test_a_put_that_ends_half_way_leaves_nothing(postgres_url: str, briefly: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_put_that_ends_half_way_leaves_nothing(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tables(postgres_url)
     blobs = DatabaseBlobs(Cut(postgres_url))
     write_row, written = psycopg.Copy.write_row, Counter[str]()
@@ -388,18 +385,18 @@ def test_a_put_that_ends_half_way_leaves_nothing(postgres_url: str, briefly: Non
     assert blobs.put("a", DATA * 2000)  # of 5 pieces
     assert written["rows"] == 3 + 5
     assert blobs.get("a") == DATA * 2000
-    with psycopg.connect(postgres_url) as connection:
+    with connect(postgres_url) as connection:
         assert connection.execute("SELECT count(*) FROM blob_pieces").fetchone() == (5,)
 
 
-def test_an_answer_that_is_lost_is_no_second_blob(postgres_url: str, briefly: None) -> None:
+def test_an_answer_that_is_lost_is_no_second_blob(postgres_url: str) -> None:
     """The commit took effect and nobody knows: the next attempt finds it."""
     make_tables(postgres_url)
     left = [1]
 
     @contextmanager
     def connection() -> Iterator[psycopg.Connection[Any]]:
-        with psycopg.connect(postgres_url, autocommit=True) as one:
+        with connect(postgres_url) as one:
             yield one
         if left.pop() if left else 0:
             raise psycopg.OperationalError("the server closed the connection unexpectedly")
@@ -446,7 +443,7 @@ def test_pieces_that_are_missing_are_damage(postgres_url: str) -> None:
     make_tables(postgres_url)
     blobs = DatabaseBlobs(Cut(postgres_url))
     blobs.put("a", DATA * 2000)
-    with psycopg.connect(postgres_url, autocommit=True) as connection:
+    with connect(postgres_url) as connection:
         for piece in (4, 1, 0):
             connection.execute("DELETE FROM blob_pieces WHERE piece = %s", (piece,))
             with pytest.raises(CorruptTree, match="a"):
@@ -462,7 +459,7 @@ def test_deleted_blobs_leave_no_pieces(postgres_url: str) -> None:
     for name in "ab":
         blobs.put(name, DATA * 2000)
     assert blobs.delete(["a"]) == 1
-    with psycopg.connect(postgres_url) as connection:
+    with connect(postgres_url) as connection:
         assert connection.execute("SELECT count(*) FROM blob_pieces").fetchone() == (5,)
 
 
@@ -481,12 +478,36 @@ def test_a_large_blob_is_in_memory_twice_at_most(postgres_url: str) -> None:
         tracemalloc.stop()
 
 
+def test_large_blobs_take_longer_than_usual_statements_may(postgres_url: str) -> None:
+    make_tables(postgres_url)
+
+    @contextmanager
+    def connection() -> Iterator[psycopg.Connection[Any]]:
+        with connect(postgres_url) as one:
+            one.execute("SET statement_timeout = '100ms'")
+            yield one
+            assert one.execute("SHOW statement_timeout").fetchone() == ("100ms",)
+
+    blobs, data = DatabaseBlobs(connection), bytes(80 * 2**20)
+    assert blobs.put("a", data) and blobs.get("a") == data
+
+
+def test_blobs_of_a_backend(postgres_url: str) -> None:
+    backend = postgres.connect(postgres_url)
+    assert backend.blobs is not None and backend.blobs.put("a", DATA)
+    backend.close()
+    reader = postgres.connect(postgres_url, read_only=True)
+    assert reader.blobs is not None and reader.blobs.get("a") == DATA
+    reader.close()
+
+
 def test_connections_need_not_commit_by_themselves(postgres_url: str) -> None:
     make_tables(postgres_url)
 
     @contextmanager
     def connection() -> Iterator[psycopg.Connection[Any]]:
-        one = psycopg.connect(postgres_url)
+        one = connect(postgres_url)
+        one.autocommit = False
         try:
             yield one
             assert one.info.transaction_status == psycopg.pq.TransactionStatus.IDLE

@@ -241,7 +241,7 @@ def _blobs(server: Server, where: str | None) -> Blobs | None:
     if where is None:
         return None
     if where == "database":
-        return DatabaseBlobs(server.connection)
+        return DatabaseBlobs(server.connection, seconds=server.seconds)
     from sessiontree.backends.buckets import BucketBlobs  # noqa: PLC0415 (needs an extra of its own)
 
     return BucketBlobs(where, read_only=server.read_only)

@@ -6,54 +6,39 @@ being written waits until that is done. Needs the extra ``postgres``.
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final, TypeVar
 
 import psycopg
 
+from sessiontree.backends.postgres_lines import attempts, may_pass
 from sessiontree.errors import CorruptTree, StoreFailed
 
-#: The tables, as the schema's migration makes them. Names are bytes: text in PostgreSQL holds no NUL, and is sorted as locales go.
-TABLES: Final = """
-CREATE TABLE blobs (
-    number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    name bytea NOT NULL UNIQUE,
-    size bigint NOT NULL,
-    made_at timestamptz NOT NULL DEFAULT clock_timestamp()
-);
-CREATE TABLE blob_pieces (
-    blob bigint NOT NULL REFERENCES blobs ON DELETE CASCADE,
-    piece integer NOT NULL,
-    data bytea NOT NULL,
-    PRIMARY KEY (blob, piece)
-);
--- To compress the numbers of pixels costs much and wins nothing.
-ALTER TABLE blob_pieces ALTER COLUMN data SET STORAGE EXTERNAL;
-"""
 PIECE: Final = 2**20  # bytes of each piece but the last
-_ATTEMPTS: Final = 8
-_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds, at most: after the first error, then twice that, and so on
+#: What usual statements may take is too little for large blobs.
+_TAKE_YOUR_TIME: Final = "SET LOCAL statement_timeout = '10min'"
 _T = TypeVar("_T")
 
 
 class DatabaseBlobs:
-    """The blobs of one database. ``connection``: gives one for as long as its context lasts, idle and usable by one thread.
+    """The blobs in the tables of ``postgres.sql``.
 
-    What fails for a reason that may pass, as a connection that is lost, is tried again on another connection a bounded number of
-    times; then, and for any other reason, every method raises StoreFailed. What ``connection`` raises otherwise is passed on.
+    ``connection``: gives one for as long as its context lasts, idle and with these tables on its search path; it may be asked by
+    many threads. ``seconds``: how long something is tried that fails for a reason that may pass, as a connection that is lost. Then,
+    and for any other reason, every method raises StoreFailed.
     """
 
-    def __init__(self, connection: Callable[[], AbstractContextManager[psycopg.Connection[Any]]]) -> None:
+    def __init__(self, connection: Callable[[], AbstractContextManager[psycopg.Connection[Any]]], *, seconds: float = 30.0) -> None:
         self._connection = connection
+        self._seconds = seconds
 
     def put(self, name: str, data: bytes) -> bool:
         """Whether it is new. False too where an earlier attempt of this call has put it, and its answer was lost."""
 
         def put(connection: psycopg.Connection[Any]) -> bool:
             with connection.cursor() as cursor:
+                cursor.execute(_TAKE_YOUR_TIME)
                 new = "INSERT INTO blobs (name, size) VALUES (%s, %s) ON CONFLICT DO NOTHING RETURNING number"
                 row = cursor.execute(new, (name.encode(), len(data))).fetchone()
                 if row is None:
@@ -73,6 +58,7 @@ class DatabaseBlobs:
             wanted = "SELECT size, data FROM blobs LEFT JOIN blob_pieces ON blob = number WHERE name = %s ORDER BY piece"
             size, pieces = -1, list[bytes]()
             with connection.cursor() as cursor:
+                cursor.execute(_TAKE_YOUR_TIME)
                 for size, piece in cursor.stream(wanted, (name.encode(),), binary=True):  # noqa: B007 (the same in each row)
                     pieces.append(piece or b"")
             return (size, b"".join(pieces)) if pieces else None
@@ -109,14 +95,12 @@ class DatabaseBlobs:
 
     def _tried(self, what: str, work: Callable[[psycopg.Connection[Any]], _T]) -> _T:
         """What ``work`` returns in a transaction of its own. All that is done here may be done twice."""
-        for attempt in range(_ATTEMPTS):
+        for _ in attempts(self._seconds):
             try:
                 with self._connection() as connection, connection.transaction():
                     return work(connection)
-            except (psycopg.OperationalError, psycopg.InterfaceError) as error:
-                if attempt == _ATTEMPTS - 1:
-                    raise StoreFailed(f"could not {what} in {_ATTEMPTS} attempts: {error}") from error
-                time.sleep(min(_PAUSE * 2**attempt, _LONGEST_PAUSE) * random.uniform(0.5, 1))
             except psycopg.Error as error:
-                raise StoreFailed(f"could not {what}: {error}") from error
-        raise AssertionError("the last attempt returns or raises")
+                failure = error
+                if not may_pass(error):
+                    break
+        raise StoreFailed(f"could not {what}: {str(failure).strip() or type(failure).__name__}") from failure

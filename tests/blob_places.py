@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from psycopg.pq import TransactionStatus
 from sessiontree.backends import postgres
 from sessiontree.backends.postgres_blobs import DatabaseBlobs
 from sessiontree.backends.shared import Blobs
+from tests import postgres_server
 from tests.bucket_server import BucketServer
 
 KINDS = ["dict", "s3", "postgres"]
@@ -87,8 +89,21 @@ def connect(url: str, **given: Any) -> psycopg.Connection[Any]:
     return psycopg.connect(url, autocommit=True, options="-c search_path=sessiontree", **given)
 
 
-def make_tables(url: str) -> None:
-    postgres.connect(url).close()
+@cache
+def _database(server: postgres_server.Server) -> str:
+    """One for all tests of this process, with the tables of a store; it goes with the server."""
+    name = f"blobs_{os.getpid()}"
+    with psycopg.connect(server.url(), autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name}".encode())
+    postgres.connect(server.url(name)).close()
+    return server.url(name)
+
+
+def empty_tables(server: postgres_server.Server) -> str:
+    """The URL of a database without blobs."""
+    with connect(_database(server)) as connection:
+        connection.execute("TRUNCATE blobs CASCADE")
+    return _database(server)
 
 
 def postgres_place(connections: Connections) -> Place:
@@ -102,7 +117,6 @@ def postgres_place(connections: Connections) -> Place:
         do(f"INSERT INTO blob_pieces SELECT {blob}, 0, %s", name.encode(), data)
         do("UPDATE blobs SET size = %s WHERE name = %s", len(data), name.encode())
 
-    make_tables(connections.url)
     return Place(
         lambda: DatabaseBlobs(connections),
         lambda seconds: do("UPDATE blobs SET made_at = made_at - %s * interval '1 second'", seconds),
@@ -136,7 +150,7 @@ def dict_place() -> Place:
 def new_place(request: pytest.FixtureRequest, kind: str) -> Place:
     """An empty place of a kind, for one test."""
     if kind == "postgres":
-        connections = Connections(request.getfixturevalue("postgres_url"))
+        connections = Connections(empty_tables(request.getfixturevalue("postgres_server")))
         request.addfinalizer(connections.close)
         return postgres_place(connections)
     return bucket_place() if kind == "s3" else dict_place()

@@ -20,9 +20,9 @@ from sessiontree.backends import buckets, postgres
 from sessiontree.backends.buckets import BucketBlobs
 from sessiontree.backends.postgres_blobs import PIECE, DatabaseBlobs
 from sessiontree.backends.shared import Blobs
-from tests import postgres_server
-from tests.blob_places import KINDS, DictBlobs, Place, bucket_server, connect, make_tables, new_place
+from tests.blob_places import KINDS, DictBlobs, Place, bucket_server, connect, empty_tables, new_place
 from tests.bucket_server import BucketServer, Fault
+from tests.postgres_server import Server
 from tests.threads import in_threads
 
 DATA = bytes(range(256)) * 10
@@ -31,6 +31,12 @@ DATA = bytes(range(256)) * 10
 @pytest.fixture(params=KINDS)
 def place(request: pytest.FixtureRequest) -> Place:
     return new_place(request, request.param)
+
+
+@pytest.fixture
+def url(postgres_server: Server) -> str:
+    """A database."""
+    return empty_tables(postgres_server)
 
 
 @pytest.fixture
@@ -351,9 +357,8 @@ class Cut:
             yield connection
 
 
-def test_a_connection_that_is_lost_is_not_seen(postgres_url: str) -> None:
-    make_tables(postgres_url)
-    connection = Cut(postgres_url)
+def test_a_connection_that_is_lost_is_not_seen(url: str) -> None:
+    connection = Cut(url)
     calls: list[tuple[Callable[[Blobs], Any], Any]] = [
         (lambda blobs: blobs.put("a", DATA), True),
         (lambda blobs: blobs.get("a"), DATA),
@@ -370,9 +375,8 @@ def test_a_connection_that_is_lost_is_not_seen(postgres_url: str) -> None:
         assert connection.given == 1
 
 
-def test_a_put_that_ends_half_way_leaves_nothing(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_tables(postgres_url)
-    blobs = DatabaseBlobs(Cut(postgres_url))
+def test_a_put_that_ends_half_way_leaves_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    blobs = DatabaseBlobs(Cut(url))
     write_row, written = psycopg.Copy.write_row, Counter[str]()
 
     def breaks(copy: Any, row: Any) -> None:
@@ -385,18 +389,17 @@ def test_a_put_that_ends_half_way_leaves_nothing(postgres_url: str, monkeypatch:
     assert blobs.put("a", DATA * 2000)  # of 5 pieces
     assert written["rows"] == 3 + 5
     assert blobs.get("a") == DATA * 2000
-    with connect(postgres_url) as connection:
+    with connect(url) as connection:
         assert connection.execute("SELECT count(*) FROM blob_pieces").fetchone() == (5,)
 
 
-def test_an_answer_that_is_lost_is_no_second_blob(postgres_url: str) -> None:
+def test_an_answer_that_is_lost_is_no_second_blob(url: str) -> None:
     """The commit took effect and nobody knows: the next attempt finds it."""
-    make_tables(postgres_url)
     left = [1]
 
     @contextmanager
     def connection() -> Iterator[psycopg.Connection[Any]]:
-        with connect(postgres_url) as one:
+        with connect(url) as one:
             yield one
         if left.pop() if left else 0:
             raise psycopg.OperationalError("the server closed the connection unexpectedly")
@@ -407,9 +410,9 @@ def test_an_answer_that_is_lost_is_no_second_blob(postgres_url: str) -> None:
 
 
 @pytest.mark.soak
-def test_the_server_of_a_database_is_killed_and_comes_back(own_postgres: postgres_server.Server) -> None:
+def test_the_server_of_a_database_is_killed_and_comes_back(own_postgres: Server) -> None:
     url = own_postgres.url()
-    make_tables(url)
+    postgres.connect(url).close()
     acknowledged: list[str] = []
     halfway = threading.Event()
 
@@ -432,18 +435,17 @@ def test_the_server_of_a_database_is_killed_and_comes_back(own_postgres: postgre
     assert all(blobs.get(name) == name.encode() * 1000 for name in names(blobs))
 
 
-def test_a_database_without_the_tables_is_a_failure_at_once(postgres_url: str) -> None:
-    connection = Cut(postgres_url)
+def test_a_database_without_the_tables_is_a_failure_at_once(postgres_server: Server) -> None:
+    connection = Cut(postgres_server.url())
     with pytest.raises(StoreFailed, match="blobs"):
         DatabaseBlobs(connection).get("a")
     assert connection.given == 1
 
 
-def test_pieces_that_are_missing_are_damage(postgres_url: str) -> None:
-    make_tables(postgres_url)
-    blobs = DatabaseBlobs(Cut(postgres_url))
+def test_pieces_that_are_missing_are_damage(url: str) -> None:
+    blobs = DatabaseBlobs(Cut(url))
     blobs.put("a", DATA * 2000)
-    with connect(postgres_url) as connection:
+    with connect(url) as connection:
         for piece in (4, 1, 0):
             connection.execute("DELETE FROM blob_pieces WHERE piece = %s", (piece,))
             with pytest.raises(CorruptTree, match="a"):
@@ -453,20 +455,18 @@ def test_pieces_that_are_missing_are_damage(postgres_url: str) -> None:
         blobs.get("a")
 
 
-def test_deleted_blobs_leave_no_pieces(postgres_url: str) -> None:
-    make_tables(postgres_url)
-    blobs = DatabaseBlobs(Cut(postgres_url))
+def test_deleted_blobs_leave_no_pieces(url: str) -> None:
+    blobs = DatabaseBlobs(Cut(url))
     for name in "ab":
         blobs.put(name, DATA * 2000)
     assert blobs.delete(["a"]) == 1
-    with connect(postgres_url) as connection:
+    with connect(url) as connection:
         assert connection.execute("SELECT count(*) FROM blob_pieces").fetchone() == (5,)
 
 
-def test_a_large_blob_is_in_memory_twice_at_most(postgres_url: str) -> None:
-    make_tables(postgres_url)
-    blobs = DatabaseBlobs(Cut(postgres_url))
-    data = bytes(100 * 2**20)
+def test_a_large_blob_is_in_memory_twice_at_most(url: str) -> None:
+    blobs = DatabaseBlobs(Cut(url))
+    data = bytes(50 * 2**20)
     tracemalloc.start()
     try:
         blobs.put("large", data)
@@ -478,35 +478,33 @@ def test_a_large_blob_is_in_memory_twice_at_most(postgres_url: str) -> None:
         tracemalloc.stop()
 
 
-def test_large_blobs_take_longer_than_usual_statements_may(postgres_url: str) -> None:
-    make_tables(postgres_url)
+def test_large_blobs_take_longer_than_usual_statements_may(url: str) -> None:
 
     @contextmanager
     def connection() -> Iterator[psycopg.Connection[Any]]:
-        with connect(postgres_url) as one:
-            one.execute("SET statement_timeout = '100ms'")
+        with connect(url) as one:
+            one.execute("SET statement_timeout = '50ms'")
             yield one
-            assert one.execute("SHOW statement_timeout").fetchone() == ("100ms",)
+            assert one.execute("SHOW statement_timeout").fetchone() == ("50ms",)
 
-    blobs, data = DatabaseBlobs(connection), bytes(80 * 2**20)
+    blobs, data = DatabaseBlobs(connection), bytes(40 * 2**20)
     assert blobs.put("a", data) and blobs.get("a") == data
 
 
-def test_blobs_of_a_backend(postgres_url: str) -> None:
-    backend = postgres.connect(postgres_url)
+def test_blobs_of_a_backend(url: str) -> None:
+    backend = postgres.connect(url)
     assert backend.blobs is not None and backend.blobs.put("a", DATA)
     backend.close()
-    reader = postgres.connect(postgres_url, read_only=True)
+    reader = postgres.connect(url, read_only=True)
     assert reader.blobs is not None and reader.blobs.get("a") == DATA
     reader.close()
 
 
-def test_connections_need_not_commit_by_themselves(postgres_url: str) -> None:
-    make_tables(postgres_url)
+def test_connections_need_not_commit_by_themselves(url: str) -> None:
 
     @contextmanager
     def connection() -> Iterator[psycopg.Connection[Any]]:
-        one = connect(postgres_url)
+        one = connect(url)
         one.autocommit = False
         try:
             yield one

@@ -25,8 +25,8 @@ class DatabaseBlobs:
     """The blobs in the tables of ``postgres.sql``.
 
     ``connection``: gives one for as long as its context lasts, idle and with these tables on its search path; it may be asked by
-    many threads. ``seconds``: how long something is tried that fails for a reason that may pass, as a connection that is lost. Then,
-    and for any other reason, every method raises StoreFailed.
+    many threads. ``seconds``: how long something is tried that fails for a reason that may pass, as a lost connection does. After
+    that, and for any other reason, every method raises StoreFailed.
     """
 
     def __init__(self, connection: Callable[[], AbstractContextManager[psycopg.Connection[Any]]], *, seconds: float = 30.0) -> None:

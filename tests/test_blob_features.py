@@ -16,16 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sessiontree import CorruptTree, KeyTaken, LimitExceeded, NeedsMedia, SessionTreeError, StoreFailed, Unsupported
+from sessiontree import CorruptTree, KeyTaken, LimitExceeded, NeedsMedia, SessionStore, SessionTreeError, StoreFailed, Unsupported
 from sessiontree.backends import buckets
 from sessiontree.backends.blob_features import _ATTEMPTS, BlobFeatures
 from sessiontree.backends.blobs import FeatureFolder, file_name
 from sessiontree.backends.shared import Blobs
 from sessiontree.features import FeatureArray, FeatureStore
-from tests.blob_places import KINDS, DictBlobs, Place, new_place
+from tests.blob_places import KINDS, DictBlobs, Place, bucket_server, connect, new_place
 from tests.bucket_server import BucketServer
 from tests.test_features import item, pixels
 from tests.threads import in_threads
+from tests.toy import a_turn, grow, toy_scheme
 
 DAY = 86_400.0
 
@@ -486,3 +487,37 @@ def test_whoever_removes_may_be_killed_anywhere(end: str) -> None:
             blobs.now += DAY
             assert features_in(blobs).remove([file_name(content)]) == 1 and not blobs.held
     assert kills >= 6
+
+
+@pytest.mark.parametrize("where", ["database", "bucket"])
+def test_d26_gc_of_a_store_that_others_share(where: str, postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a node names stays however old it is, and so does what is young; the rest goes, and none of another tenant's."""
+    server = bucket_server()
+    for name in ("endpoint_url", "access_key_id", "secret_access_key", "region"):
+        monkeypatch.setenv(f"AWS_{name.upper()}", server.options[name.removesuffix("_url")])
+    bucket = server.bucket()
+    blobs = "database" if where == "database" else f"{bucket}/some/where"
+
+    def age() -> None:
+        if where == "bucket":
+            return server.age(bucket, 3700)
+        with connect(postgres_url) as connection:
+            connection.execute("UPDATE blobs SET made_at = made_at - interval '3700 seconds'")
+
+    connected = partial(SessionStore.connect, postgres_url, blobs=blobs)
+    with connected() as one, connected() as two, connected(read_only=True) as reader, connected(tenant="other") as other:
+        session = one.create("s", scheme=toy_scheme())
+        named = [media for media, _, _ in grow(session, session.root, a_turn(0), a_turn(1)).media_spans()]
+        unnamed, young = item(0), item(1)
+        for media in (*named, unnamed):
+            one.put_features(media, pixels(1))
+        other.put_features(unnamed, pixels(2))
+        assert (two.gc().features_removed, one.gc().features_removed) == (0, 0)
+        age()
+        two.put_features(young, pixels(3))
+        one.put_features(named[0], {"encoded": pixels(4)})
+        assert (two.gc().features_removed, one.gc().features_removed) == (1, 0)
+        assert [reader.get_features(media) is not None for media in (*named, unnamed, young)] == [True, True, False, True]
+        found, others = reader.get_features(named[0]), other.get_features(unnamed)
+        assert found is not None and found.names == ("features", "encoded")
+        assert others is not None and others["features"][0] == 2

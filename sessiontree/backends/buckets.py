@@ -36,7 +36,7 @@ class BucketBlobs:
     newest object.
 
     Raises NeedsExtra without obstore, Unsupported for another kind of URL; every method raises StoreFailed where the bucket is not
-    there, cannot be reached or refuses, Unsupported in a forked child.
+    there, cannot be reached or refuses, Unsupported in a forked child, where obstore would wait for ever.
     """
 
     def __init__(self, url: str, *, read_only: bool = False, **options: Any) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Literal
 
-from moto.core import DEFAULT_ACCOUNT_ID
+from moto.core.models import DEFAULT_ACCOUNT_ID
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from moto.s3.models import s3_backends
-from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 from sessiontree.backends.buckets import BucketBlobs

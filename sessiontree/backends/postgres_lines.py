@@ -42,8 +42,8 @@ _ON_DISK: Final = "SELECT set_config(name, 'on', false) FROM pg_settings WHERE n
 
 _READ_ONLY: Final = "25006"  # it is a standby by now
 _NO_TABLES: Final = frozenset(("3F000", "42P01", "42703", "42883"))
-#: Errors that pass: serialization, deadlock, cancelled (a time-out), lock not available, too many connections, and that one.
-_PASSING: Final = frozenset(("40001", "40P01", "57014", "55P03", "53300", _READ_ONLY))
+#: Errors that pass: serialization, deadlock, cancelled (a time-out), lock not available, too many connections.
+_PASSING: Final = frozenset(("40001", "40P01", "57014", "55P03", "53300"))
 _LOST: Final = ("08", "57P")  # of the connection, and of a server that stops or starts
 #: What is no use to try again. While a connection is made there is no code to know an error by, and some servers speak English.
 _REFUSED: Final = ("authentication failed", "no pg_hba.conf entry", "does not exist", "no password supplied", "not permitted")
@@ -82,17 +82,12 @@ class Line(psycopg.Connection[tuple[Any, ...]]):
 def is_lost(error: psycopg.Error) -> bool:
     """Whether the connection is, and so nobody knows what became of the statement that raised this."""
     state = error.sqlstate
-    return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) if state is None else state.startswith(_LOST)
+    return not isinstance(error, psycopg.ProgrammingError | psycopg.DataError) if state is None else state.startswith(_LOST)
 
 
 def is_over(error: psycopg.Error) -> bool:
     """Whether the connection is of no use any more."""
     return is_lost(error) or error.sqlstate == _READ_ONLY
-
-
-def may_pass(error: psycopg.Error) -> bool:
-    """Whether to try again."""
-    return error.sqlstate in _PASSING or (is_lost(error) and not any(each in str(error) for each in _REFUSED))
 
 
 def attempts(seconds: float) -> Iterator[int]:
@@ -118,7 +113,7 @@ class Server:
         self.read_only = read_only
         self.seconds = seconds
         statement = seconds / 3
-        self._patience = statement + 5
+        self._patience = 2 * statement
         self._url = url
         options: dict[str, Any] = {"connect_timeout": max(2, round(seconds / 6)), "application_name": "sessiontree", **_KEEPALIVE}
         if not read_only:
@@ -147,6 +142,7 @@ class Server:
     def connect(self) -> Line:
         """A connection, set up as all are."""
         line = Line.connect(self._url, autocommit=True, **self._options)
+        line.patience = self._patience
         try:
             line.execute(self._set, self._settings)
             # An answer is to mean that it is on disk.
@@ -156,7 +152,6 @@ class Server:
         except BaseException:
             line.close()
             raise
-        line.patience = self._patience
         return line
 
     @contextmanager
@@ -180,6 +175,12 @@ class Server:
                 else:
                     line.close()
 
+    def may_pass(self, error: psycopg.Error) -> bool:
+        """Whether to try again."""
+        if error.sqlstate == _READ_ONLY:
+            return not self.read_only  # else it is another's turn to be the primary
+        return error.sqlstate in _PASSING or (is_lost(error) and not any(each in str(error) for each in _REFUSED))
+
     def rows(self, what: str, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """What a statement that only reads gives. Raises StoreFailed, IncompatibleStore."""
         for _ in attempts(self.seconds):
@@ -188,7 +189,7 @@ class Server:
                     return cursor.execute(statement, parameters, prepare=True).fetchall()
             except psycopg.Error as error:
                 failure = error
-                if not may_pass(error):
+                if not self.may_pass(error):
                     break
         self.fail(what, failure)
 
@@ -206,13 +207,13 @@ class Server:
                 raise IncompatibleStore(f"{self.where} {found}; this library knows version {VERSION}")
             except psycopg.Error as error:
                 failure = error
-                if not may_pass(error):
+                if not self.may_pass(error):
                     break
         self.fail("be opened", failure)
 
     def fail(self, what: str, error: psycopg.Error, known: str = "") -> NoReturn:
         """Raise what is to be raised for an error that did not pass. ``known``: what is known of what was to be done."""
-        said = str(error).strip() or type(error).__name__
+        said = error.diag.message_primary or "; ".join(str(error).split("\n")) or type(error).__name__
         if error.sqlstate in _NO_TABLES:
             raise IncompatibleStore(f"{self.where} has not the tables of version {VERSION}: {said}") from error
         raise StoreFailed(f"{self.where} could not {what}: {said}{known}") from error

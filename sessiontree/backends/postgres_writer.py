@@ -11,11 +11,13 @@ and that it is done are one transaction, which fails where the row is not at the
   is known. Only where no server answers to that either is it not known, and the error says so.
 
 A row is deleted by its writer at the end. Rows of writers that died are deleted after 30 days, by whoever begins to write. A writer
-that was only paused for so long finds its row gone and takes a new one; where it was in doubt, that it does not know is an error.
+that was silent for a day takes a new row. One that was paused for so long in the middle of a batch finds its row gone: it does not
+know what came of the batch, and says so.
 """
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -31,7 +33,6 @@ from sessiontree.backends.postgres_lines import (
     is_lost,
     is_over,
     leave_alone,
-    may_pass,
 )
 from sessiontree.backends.postgres_statements import Statement, Value, int8
 from sessiontree.errors import StoreFailed
@@ -39,6 +40,7 @@ from sessiontree.locks import new_lock
 
 _NOT_AT_BATCH: Final = "ST001"
 _FORGET: Final = "DELETE FROM sessiontree.writers WHERE moved < now() - interval '30 days'"
+_SILENT: Final = 86_400.0  # seconds after which a row is not relied on
 _CALL_OFF: Final = """
 UPDATE sessiontree.writers SET batch = batch + 1, outcome = NULL, moved = now() WHERE writer = %s AND batch = %s RETURNING batch
 """
@@ -53,6 +55,7 @@ class Writer:
         self._line: Line | None = None
         self._name: uuid.UUID | None = None
         self._batch = 0  # the last that is done
+        self._used = time.monotonic()
         begin_anew_in_children(self)
 
     def begin_anew(self) -> None:
@@ -63,6 +66,10 @@ class Writer:
     def write(self, what: str, statement: Statement, values: Sequence[Value]) -> str:
         """What came of a statement, which is done once. Raises StoreFailed, which says what is known, and IncompatibleStore."""
         with self._lock:
+            now, before = time.monotonic(), self._used
+            self._used = now
+            if now - before > _SILENT:
+                self._begin_again()
             answered = False
             try:
                 came = self._write(what, statement, values)
@@ -93,7 +100,7 @@ class Writer:
                 if error.sqlstate == _NOT_AT_BATCH:
                     if not doubt:
                         self._name = None  # the row is gone
-                elif not may_pass(error):
+                elif not self._server.may_pass(error):
                     break
         if not doubt:
             self._server.fail(what, failure, "; nothing of it was done")

@@ -1,0 +1,868 @@
+"""PostgreSQL as a backend: what it holds, what becomes of a write when connections and servers fail, and who sees what.
+
+Whatever is cut, an answer is that of a write that was done once. Each history is looked at on a connection of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import psycopg
+import pytest
+from psycopg.conninfo import conninfo_to_dict
+
+from sessiontree import IncompatibleStore, SessionTreeError, StoreFailed
+from sessiontree.backends.postgres import PostgresSessions, connect, scope_of
+from sessiontree.backends.postgres_lines import Line
+from sessiontree.backends.postgres_statements import BODY, CHANGE, CHANGES, LONGEST_HEAD, int8, many_changes, one_change
+from sessiontree.backends.postgres_writer import Writer
+from sessiontree.backends.shared import Backend, Change, Look, NewNode, NewSession, NodeRow, Removal
+from tests.postgres_proxy import Proxy, Side
+from tests.postgres_server import Server, run
+from tests.threads import in_threads
+
+ROOT: Final = Path(__file__).parent.parent
+SHORT: Final = 1.5  # seconds that something is tried where it is to fail
+
+
+def node(ordinal: int, size: int = 100, key: int = 0) -> NewNode:
+    """The same whenever it is asked for."""
+    seed = b"%d %d" % (ordinal, size)
+    return NewNode(NodeRow(ordinal, ordinal - 1, hashlib.sha256(seed).digest(), key), hashlib.shake_128(seed).digest(size))
+
+
+def look(backend: Backend, number: int) -> Look:
+    found = backend.sessions.look(number)
+    assert found is not None
+    return found
+
+
+def sessions_of(backend: Backend) -> PostgresSessions:
+    assert isinstance(backend.sessions, PostgresSessions)
+    return backend.sessions
+
+
+def committing(backend: Backend) -> Writer:
+    return sessions_of(backend)._committing
+
+
+@pytest.fixture
+def open_at() -> Iterator[Callable[..., Backend]]:
+    """Connects; what is connected is closed at the end."""
+    with ExitStack() as stack:
+
+        def opened(url: str, **options: Any) -> Backend:
+            backend = connect(url, **{"blobs": None, **options})
+            stack.callback(backend.close)
+            return backend
+
+        yield opened
+
+
+@pytest.fixture
+def backend(open_at: Callable[..., Backend], postgres_url: str) -> Backend:
+    return open_at(postgres_url)
+
+
+@pytest.fixture
+def sql(postgres_url: str) -> Iterator[psycopg.Connection[Any]]:
+    """A connection beside the backend's."""
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        yield connection
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+@pytest.fixture
+def proxy(postgres_url: str) -> Iterator[Proxy]:
+    with Proxy(postgres_url) as proxy:
+        yield proxy
+
+
+def make(backend: Backend, name: str = "s", nodes: int = 0, **more: Any) -> int:
+    (number,) = backend.sessions.draw(1)
+    new = NewSession(number, name, more.pop("tenant", None), b"record", [node(at) for at in range(1, nodes + 1)], **more)
+    assert backend.sessions.create(new) == "made"
+    return number
+
+
+def wait_for(sql: psycopg.Connection[Any], condition: str, *parameters: Any) -> Any:
+    """The first row of a query, once it has one."""
+    for _ in range(20_000):
+        row = sql.execute(condition, parameters).fetchone()
+        if row is not None:
+            return row
+    raise AssertionError(f"never: {condition}")
+
+
+def blocked(sql: psycopg.Connection[Any], count: int = 1, beside: int = 0) -> list[int]:
+    """The server's processes that wait for a lock, once there are so many beside one."""
+    wanted = """
+        SELECT array_agg(pid) FROM pg_stat_activity
+        WHERE datname = current_database() AND wait_event_type = 'Lock' AND pid <> %s HAVING count(*) >= %s
+    """
+    pids: list[int] = wait_for(sql, wanted, beside, count)[0]
+    return pids
+
+
+@contextmanager
+def holding(url: str, *numbers: int) -> Iterator[psycopg.Connection[Any]]:
+    """A transaction that has locked the rows of these sessions, in that order."""
+    with psycopg.connect(url) as connection:
+        for number in numbers:
+            connection.execute("SELECT FROM sessiontree.sessions WHERE number = %s FOR UPDATE", (number,))
+        yield connection
+
+
+# --- what it holds ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, BODY - 1, BODY, BODY + 1, BODY + LONGEST_HEAD, BODY + LONGEST_HEAD + 1, 9000, 3_000_000])
+def test_records_of_any_size_come_back(backend: Backend, size: int) -> None:
+    number = make(backend)
+    written = [node(1, size), node(2, 10), node(3, size)]
+    assert backend.sessions.commit([Change(number, 0, 1, written[:1])]) == [True]  # by the statement for one
+    assert backend.sessions.commit([Change(number, 1, 2, written[1:])]) == [True]  # and by that for many
+    assert backend.nodes.read(number, [3, 1, 4, 2, 1]) == [
+        written[2].record,
+        written[0].record,
+        None,
+        written[1].record,
+        written[0].record,
+    ]
+    assert backend.nodes.read(number, [1, 2, 3]) == [each.record for each in written]
+    assert backend.nodes.read(number, []) == []
+
+
+@pytest.mark.parametrize("key", [0, 1, 2**63 - 1, 2**63, 2**64 - 1])
+def test_keys_are_unsigned(backend: Backend, key: int) -> None:
+    number = make(backend)
+    one, two, three = node(1, key=key), node(2, key=key), node(3, key=key)
+    assert backend.sessions.commit([Change(number, 0, 1, [one])]) == [True]
+    assert backend.sessions.commit([Change(number, 1, 2, [two, three])]) == [True]
+    assert look(backend, number).nodes == [one.row, two.row, three.row]
+
+
+def test_a_batch_takes_effect_by_session(backend: Backend) -> None:
+    first, second, third = (make(backend, name) for name in "abc")
+    changes = [
+        Change(third, 0, 7, [node(1), node(2)], {b"h": b"3", b"i": b"4"}),
+        Change(first, 5, 6, [node(1)], {b"h": b"1"}),  # it is at 0
+        Change(second, 0, 1, [node(1)], {b"h": b"2"}, drops=True, gone=True),
+        Change(9999, 0, 1, [node(1)], {b"h": b"2"}),  # there is none
+    ]
+    assert backend.sessions.commit(changes) == [True, False, True, False]
+    assert look(backend, third) == Look(b"record", 7, 0, 0, False, True, [node(1).row, node(2).row], {b"h": b"3", b"i": b"4"})
+    assert look(backend, first) == Look(b"record", 0, 0, 0, False, True, [], {})
+    assert look(backend, second) == Look(b"record", 1, 1, 0, True, True, [node(1).row], {b"h": b"2"})
+    assert backend.nodes.read(first, [1]) == backend.nodes.read(9999, [1]) == [None]
+    assert backend.sessions.find("b") is None
+
+
+def test_reading_does_not_rest_on_statistics(backend: Backend, sql: psycopg.Connection[Any]) -> None:
+    """Tables that were never analyzed: nothing is read that was not asked for."""
+    numbers = [make(backend, str(at)) for at in range(4)]
+    for number in numbers:
+        assert backend.sessions.commit([Change(number, 0, 1, [node(at, 4132) for at in range(1, 301)])]) == [True]
+    wanted = list(range(1, 301))
+    for ordinals in (wanted, wanted[::2]):
+        backend.nodes.read(numbers[1], ordinals)
+        sql.execute("SELECT pg_stat_force_next_flush()")
+        before = _tuples_read(sql, backend)
+        backend.nodes.read(numbers[1], ordinals)
+        assert _tuples_read(sql, backend) - before <= 2 * len(ordinals) + 10
+
+
+def _tuples_read(sql: psycopg.Connection[Any], backend: Backend) -> int:
+    """By all sessions so far; the reader tells of them when it is asked to."""
+    sessions_of(backend)._server.rows("flush", "SELECT pg_stat_force_next_flush()")
+    sessions_of(backend)._server.rows("flush", "SELECT 1")
+    sql.execute("SELECT pg_stat_clear_snapshot()")
+    row = sql.execute("SELECT sum(seq_tup_read + coalesce(idx_tup_fetch, 0)) FROM pg_stat_user_tables").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def test_bytes_on_disk(backend: Backend, sql: psycopg.Connection[Any]) -> None:
+    """Turns of 1,000 tokens, as records of 4,132 bytes: at most 1.2 times their tokens. A fork: at most 500 bytes."""
+
+    def size() -> int:
+        tables = "SELECT oid FROM pg_class WHERE relkind = 'r' AND relnamespace = 'sessiontree'::regnamespace"
+        row = sql.execute(f"SELECT sum(pg_total_relation_size(oid)) FROM ({tables}) t").fetchone()
+        assert row is not None
+        return int(row[0])
+
+    number, empty = make(backend), size()
+    for version in range(500):
+        assert backend.sessions.commit(
+            [Change(number, version, version + 1, [node(version + 1, 4132)], {b"hmain": bytes(90)})]
+        ) == [True]
+    assert size() - empty < 1.2 * 4000 * 500
+    before = size()
+    for fork in range(200):
+        (drawn,) = backend.sessions.draw(1)
+        assert backend.sessions.create(NewSession(drawn, f"fork-{fork}", None, bytes(200), (), (number, 500), 0)) == "made"
+    assert size() - before < 500 * 200
+
+
+# --- done once, whatever is cut --------------------------------------------------------------------------------------------
+
+FORK: Final = 1000  # what the number of a fork of a session is more than its own
+#: Each on a session of two nodes and a ref, at version 1, with an empty one beside it, whose number is one less.
+WRITES: Final[dict[str, Callable[[Backend, int], object]]] = {
+    "one change": lambda to, number: to.sessions.commit([Change(number, 1, 2, [node(3, 4132)], {b"h": b"new"})]),
+    "a head": lambda to, number: to.sessions.commit([Change(number, 1, 2, (), {b"h": b"new"})]),
+    "changes": lambda to, number: to.sessions.commit(
+        [Change(number, 1, 2, [node(3, 4132), node(4)], {b"h": b"new", b"i": b"i"}), Change(number - 1, 0, 5, [node(1)])]
+    ),
+    "a stale change": lambda to, number: to.sessions.commit([Change(number, 0, 2, [node(3)], {b"h": b"new"})]),
+    "a session": lambda to, number: to.sessions.create(
+        NewSession(number + FORK, f"fork {number}", None, b"", [node(1)], (number, 2), 0)
+    ),
+    "a name that is taken": lambda to, number: to.sessions.create(NewSession(number + FORK, f"{number}", None, b"")),
+    "a removal": lambda to, number: to.sessions.remove(Removal(number, 1, [1], [b"h"], 0)),
+    "a name": lambda to, number: to.sessions.name(b"%d" % number, b"new", b"old"),
+}
+
+
+def written_to(backend: Backend) -> int:
+    """A session for WRITES."""
+    beside, number = backend.sessions.draw(2)
+    for each in (beside, number):
+        assert backend.sessions.create(NewSession(each, str(each), None, b"record")) == "made"
+    assert backend.sessions.commit([Change(number, 0, 1, [node(1), node(2)], {b"h": b"old"})]) == [True]
+    assert backend.sessions.name(b"%d" % number, b"old", None)
+    return number
+
+
+def state_of(backend: Backend, number: int) -> object:
+    """What there is of it, and of what WRITES make beside it."""
+    sessions = backend.sessions
+    looks = [sessions.look(each) for each in (number - 1, number, number + FORK)]
+    records = [backend.nodes.read(each, [1, 2, 3, 4]) for each in (number - 1, number, number + FORK)]
+    tips = [ordinal for fork, session, ordinal in sessions.tips() if session == number]
+    return looks, records, tips, sessions.find(f"fork {number}") is None, sessions.named(b"%d" % number)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_is_done_once_wherever_its_connection_is_cut(
+    write: str, backend: Backend, proxy: Proxy, open_at: Callable[..., Backend]
+) -> None:
+    """Before the statement and in the middle of it, before the answer and in the middle of that."""
+    number = written_to(backend)
+    right, state = WRITES[write](backend, number), state_of(backend, number)
+    cutting = open_at(proxy.url)
+    cuts: list[tuple[Side, int]] = [*(("client", after) for after in (0, 1, 60)), *(("server", after) for after in (0, 1, 40))]
+    for count, (side, after) in enumerate(cuts, 1):
+        number = written_to(backend)
+        WRITES[write](cutting, written_to(backend))  # so that the next thing it sends is the statement
+        proxy.cut(side, after)
+        assert WRITES[write](cutting, number) == right, (side, after)
+        assert proxy.cuts == count
+        assert state_of(backend, number) == state, (side, after)
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("overtaken", [False, True])
+def test_a_statement_left_behind_on_the_server_and_the_one_sent_again(
+    many: bool,
+    overtaken: bool,
+    backend: Backend,
+    postgres_url: str,
+    proxy: Proxy,
+    open_at: Callable[..., Backend],
+    sql: psycopg.Connection[Any],
+    pool: ThreadPoolExecutor,
+) -> None:
+    """Both wait for a row's lock, and whoever holds that changes the session or not: one of the two takes effect, or none."""
+    number = written_to(backend)
+    write = WRITES["changes" if many else "one change"]
+    cutting = open_at(proxy.url)
+    write(cutting, written_to(backend))
+    with holding(postgres_url, number) as holder:
+        running = pool.submit(write, cutting, number)
+        blocked(sql)
+        proxy.cut_now()
+        blocked(sql, 2)
+        if overtaken:
+            holder.execute("UPDATE sessiontree.sessions SET version = 77 WHERE number = %s", (number,))
+        holder.commit()
+        moved = not overtaken
+        assert running.result() == ([moved, True] if many else [moved])
+    seen = look(backend, number)
+    assert seen.version == (77 if overtaken else 2)
+    assert [row.ordinal for row in seen.nodes] == [1, 2, *((3, 4) if many else (3,))][: 2 if overtaken else None]
+    assert wait_for(sql, "SELECT count(*) FROM sessiontree.writers WHERE outcome IS NULL AND batch > 0") == (0,)
+
+
+def test_what_was_called_off_never_happens(
+    backend: Backend, postgres_url: str, sql: psycopg.Connection[Any], pool: ThreadPoolExecutor
+) -> None:
+    """A statement that waits on the server while its writer, who has lost it, takes its number: it wakes up and fails."""
+    number = written_to(backend)
+    writer = committing(backend)
+    assert backend.sessions.commit([Change(number, 1, 2)]) == [True]
+    assert writer._name is not None
+    for statement, values in (
+        (CHANGE, one_change(Change(number, 2, 3, [node(3)], {b"h": b"new"}))),
+        (CHANGES, many_changes([Change(number, 2, 3, [node(3), node(4)], {b"h": b"new"}), Change(number - 1, 0, 1)])),
+    ):
+        assert values is not None
+        with ExitStack() as stack:
+            left = stack.enter_context(sessions_of(backend)._server.connect())
+            holder = stack.enter_context(holding(postgres_url, number))
+            running = pool.submit(left.ask, statement, (writer._name.bytes, int8(writer._batch + 1), *values))
+            blocked(sql)
+            assert writer._called_off(writer._ready()) is None
+            writer._batch += 1
+            holder.rollback()
+            with pytest.raises(psycopg.Error, match="is not at batch"):
+                running.result()
+        assert look(backend, number) == Look(b"record", 2, 0, 0, False, True, [node(1).row, node(2).row], {b"h": b"old"})
+        assert backend.nodes.read(number, [3, 4]) == [None, None]
+        assert look(backend, number - 1).version == 0
+
+
+def test_of_two_of_one_batch_the_second_is_refused(backend: Backend) -> None:
+    """The second begins when the first is done, with changes that would still fit."""
+    number = written_to(backend)
+    writer = committing(backend)
+    assert backend.sessions.commit([Change(number, 1, 2)]) == [True]
+    assert writer._name is not None
+    for values in (one_change(Change(number, 2, 3, [node(3)], {b"h": b"new"})), many_changes([Change(number, 2, 3, [node(3)])])):
+        assert values is not None
+        with pytest.raises(psycopg.Error, match="is not at batch"):
+            writer._ready().ask(CHANGE if len(values) == 12 else CHANGES, (writer._name.bytes, int8(writer._batch), *values))
+    assert look(backend, number).version == 2 and backend.nodes.read(number, [3]) == [None]
+
+
+def test_connections_that_an_administrator_ends(
+    backend: Backend, postgres_url: str, sql: psycopg.Connection[Any], pool: ThreadPoolExecutor
+) -> None:
+    number = written_to(backend)
+    for version in (1, 2, 3):
+        with holding(postgres_url, number) as holder:
+            running = pool.submit(backend.sessions.commit, [Change(number, version, version + 1, [node(version + 2)])])
+            (left,) = blocked(sql)
+            sql.execute("SELECT pg_terminate_backend(%s)", (left,))
+            blocked(sql, beside=left)
+            holder.rollback()
+            assert running.result() == [True]
+    sql.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND datname = current_database()"
+    )
+    assert backend.sessions.commit([Change(number, 4, 5)]) == [True]
+    assert [row.ordinal for row in look(backend, number).nodes] == [1, 2, 3, 4, 5]
+
+
+def test_a_server_that_crashes_and_starts_again(own_postgres: Server, pool: ThreadPoolExecutor) -> None:
+    """While one writes and one reads: what was acknowledged is there, and nothing is there twice."""
+    backend = connect(own_postgres.url(), blobs=None)
+    try:
+        number = make(backend)
+        written = threading.Semaphore(0)
+        over = threading.Event()
+
+        def write() -> int:
+            version = 0
+            while not over.is_set():
+                change = Change(number, version, version + 1, [node(version + 1)], {b"h": b"%d" % (version + 1)})
+                assert backend.sessions.commit([change]) == [True]
+                version += 1
+                written.release()
+            return version
+
+        def read() -> None:
+            while not over.is_set():
+                seen = look(backend, number)
+                assert seen.refs.get(b"h", b"0") == b"%d" % seen.version == b"%d" % len(seen.nodes)
+
+        running: list[Future[Any]] = [pool.submit(write), pool.submit(read)]
+        for mode in ("immediate", "fast", "immediate"):
+            for _ in range(20):
+                written.acquire()
+            own_postgres.restart(mode)
+        for _ in range(20):
+            written.acquire()
+        over.set()
+        version = running[0].result()
+        running[1].result()
+        seen = look(backend, number)
+        assert seen.version == version and [row.ordinal for row in seen.nodes] == list(range(1, version + 1))
+        assert backend.nodes.read(number, range(1, version + 1)) == [node(at).record for at in range(1, version + 1)]
+    finally:
+        backend.close()
+
+
+def test_a_server_process_that_hangs(open_at: Callable[..., Backend], postgres_url: str, sql: psycopg.Connection[Any]) -> None:
+    """It is given up for another; when it goes on, what it was asked to do is refused."""
+    backend = open_at(postgres_url, seconds=SHORT)
+    number = written_to(backend)
+    assert backend.sessions.commit([Change(number, 1, 2)]) == [True]
+    line = committing(backend)._line
+    assert line is not None
+    hanging = line.info.backend_pid
+    line.patience = 0.1
+    os.kill(hanging, signal.SIGSTOP)
+    try:
+        assert backend.sessions.commit([Change(number, 2, 3, [node(3)])]) == [True]
+    finally:
+        os.kill(hanging, signal.SIGCONT)
+    wait_for(sql, "SELECT 1 WHERE NOT EXISTS (SELECT FROM pg_stat_activity WHERE pid = %s)", hanging)
+    assert look(backend, number) == Look(b"record", 3, 0, 0, False, True, [node(at).row for at in (1, 2, 3)], {b"h": b"old"})
+
+
+def test_two_batches_that_wait_for_each_other(
+    backend: Backend, postgres_url: str, sql: psycopg.Connection[Any], pool: ThreadPoolExecutor
+) -> None:
+    """Somebody locks the same sessions in the other order: the server ends one of the two, and it is sent again."""
+    number = written_to(backend)
+    with holding(postgres_url, number) as holder:
+        holder.execute("SET deadlock_timeout = '1h'")  # so that it is the other who finds out
+        running = pool.submit(WRITES["changes"], backend, number)
+        blocked(sql)
+        other = pool.submit(holder.execute, "SELECT FROM sessiontree.sessions WHERE number = %s FOR UPDATE", (number - 1,))
+        other.result()
+        holder.rollback()
+        assert running.result() == [True, True]
+    assert wait_for(sql, "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database() AND deadlocks > 0") == (1,)
+
+
+def test_batches_of_the_same_sessions_never_wait_for_each_other(
+    backend: Backend, postgres_url: str, open_at: Callable[..., Backend]
+) -> None:
+    numbers = [make(backend, str(at)) for at in range(8)]
+    backends = [open_at(postgres_url) for _ in range(4)]
+    wins = [0] * len(numbers)
+
+    def write(worker: int) -> None:
+        for version in range(25):
+            order = numbers if worker % 2 else numbers[::-1]
+            done = backends[worker].sessions.commit([Change(each, version, version + 1, [node(version + 1)]) for each in order])
+            for number, won in zip(order, done, strict=True):
+                wins[numbers.index(number)] += won
+
+    in_threads(4, write)
+    for number, won in zip(numbers, wins, strict=True):
+        seen = look(backend, number)
+        assert seen.version == won == len(seen.nodes)
+    deadlocks = sessions_of(backend)._server.rows(
+        "count", "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"
+    )
+    assert deadlocks == [(0,)]
+
+
+# --- errors, and how long they are tried -----------------------------------------------------------------------------------
+
+
+def fails(sql: psycopg.Connection[Any], code: str, times: int) -> None:
+    """Have inserts of nodes fail so often."""
+    sql.execute("DROP SEQUENCE IF EXISTS failures; CREATE SEQUENCE failures")
+    sql.execute(
+        f"""
+        CREATE OR REPLACE FUNCTION failing() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            IF nextval('public.failures') <= {times} THEN RAISE EXCEPTION 'as told' USING ERRCODE = '{code}'; END IF;
+            RETURN NEW;
+        END $$
+        """
+    )
+    sql.execute("CREATE OR REPLACE TRIGGER failing BEFORE INSERT ON sessiontree.nodes FOR EACH ROW EXECUTE FUNCTION failing()")
+
+
+@pytest.mark.parametrize("code", ["40001", "40P01", "57014", "55P03", "57P01", "08006"])
+def test_errors_that_pass_are_waited_for(code: str, backend: Backend, sql: psycopg.Connection[Any]) -> None:
+    number = make(backend)
+    fails(sql, code, 3)
+    assert backend.sessions.commit([Change(number, 0, 1, [node(1)])]) == [True]
+    assert wait_for(sql, "SELECT last_value FROM failures") == (4,)
+    assert look(backend, number).nodes == [node(1).row]
+
+
+@pytest.mark.parametrize("code", ["53100", "42501", "23505", "XX000"])
+def test_other_errors_are_told_at_once(code: str, backend: Backend, sql: psycopg.Connection[Any]) -> None:
+    number = make(backend)
+    fails(sql, code, 1)
+    with pytest.raises(StoreFailed, match=r"write to session \d+: as told.*nothing of it was done$"):
+        backend.sessions.commit([Change(number, 0, 1, [node(1)])])
+    assert wait_for(sql, "SELECT last_value FROM failures") == (1,)
+    assert backend.nodes.read(number, [1]) == [None]
+    assert backend.sessions.commit([Change(number, 0, 1, [node(1)])]) == [True]
+
+
+def test_a_lock_that_is_held_too_long(open_at: Callable[..., Backend], postgres_url: str) -> None:
+    backend = open_at(postgres_url, seconds=SHORT)
+    number = written_to(backend)
+    for write in ("one change", "changes", "a removal"):
+        with holding(postgres_url, number), pytest.raises(StoreFailed, match=r"timeout; nothing of it was done$"):
+            WRITES[write](backend, number)
+        assert look(backend, number).version == 1
+    assert backend.sessions.commit([Change(number, 1, 2)]) == [True]
+
+
+def test_a_lock_that_is_held_longer_than_one_statement_waits(
+    open_at: Callable[..., Backend], postgres_url: str, sql: psycopg.Connection[Any], pool: ThreadPoolExecutor
+) -> None:
+    backend = open_at(postgres_url, seconds=3 * SHORT)
+    number = written_to(backend)
+    with holding(postgres_url, number) as holder:
+        running = pool.submit(backend.sessions.commit, [Change(number, 1, 2, [node(3)])])
+        (pid,) = blocked(sql)
+        (first,) = wait_for(sql, "SELECT query_start FROM pg_stat_activity WHERE pid = %s", pid)
+        wait_for(sql, "SELECT 1 FROM pg_stat_activity WHERE pid = %s AND query_start > %s AND wait_event_type = 'Lock'", pid, first)
+        holder.rollback()
+        assert running.result() == [True]
+
+
+def test_a_server_that_cannot_be_reached(backend: Backend, proxy: Proxy, open_at: Callable[..., Backend]) -> None:
+    """After a statement was sent nobody knows; before, nothing was done."""
+    cutting = open_at(proxy.url, seconds=SHORT)
+    number = written_to(backend)
+    assert cutting.sessions.commit([Change(number, 1, 2)]) == [True]
+    proxy.cut("server", 0)
+    proxy.refusing = True
+    with pytest.raises(StoreFailed, match=r"whether it was done is not known$"):
+        cutting.sessions.commit([Change(number, 2, 3)])
+    with pytest.raises(StoreFailed, match=r"nothing of it was done$"):
+        cutting.sessions.commit([Change(number, 3, 4)])
+    proxy.cut_now()
+    for read in (lambda: cutting.sessions.look(number), lambda: cutting.nodes.read(number, [1])):
+        with pytest.raises(StoreFailed, match="could not"):
+            read()
+    with pytest.raises(StoreFailed, match="could not be opened"):
+        connect(proxy.url, seconds=SHORT)
+    proxy.refusing = False
+    assert look(cutting, number).version == 3
+    assert cutting.sessions.commit([Change(number, 3, 4)]) == [True]
+
+
+def test_a_lost_batch_is_called_off_when_time_is_up(
+    backend: Backend,
+    postgres_url: str,
+    proxy: Proxy,
+    open_at: Callable[..., Backend],
+    sql: psycopg.Connection[Any],
+    pool: ThreadPoolExecutor,
+) -> None:
+    cutting = open_at(proxy.url, seconds=SHORT)
+    number = written_to(backend)
+    assert cutting.sessions.commit([Change(number, 1, 2)]) == [True]
+    with holding(postgres_url, number):
+        running = pool.submit(cutting.sessions.commit, [Change(number, 2, 3)])
+        blocked(sql)
+        proxy.cut_now()
+        with pytest.raises(StoreFailed, match=r"nothing of it was done, nor will be$"):
+            running.result()
+    assert wait_for(sql, "SELECT count(*) FROM sessiontree.writers WHERE outcome IS NULL AND batch > 0") == (1,)
+    assert look(cutting, number).version == 2
+    assert cutting.sessions.commit([Change(number, 2, 3)]) == [True]
+
+
+def test_a_client_that_was_paused_for_very_long(
+    backend: Backend, proxy: Proxy, open_at: Callable[..., Backend], sql: psycopg.Connection[Any]
+) -> None:
+    """Its connections are gone, and so is what the server knew of it. Others have written meanwhile."""
+    day = 86_400
+    number = written_to(backend)
+    late = open_at(proxy.url)
+    assert late.sessions.commit([Change(number, 1, 2)]) == [True]
+    proxy.cut_now()
+    sql.execute("DELETE FROM sessiontree.writers")
+    committing(late)._used -= day
+    assert backend.sessions.commit([Change(number, 2, 3, [node(3)])]) == [True]
+    assert late.sessions.commit([Change(number, 2, 3, [node(3)])]) == [False]
+    assert late.sessions.commit([Change(number, 3, 4, [node(4)])]) == [True]
+
+    sql.execute("DELETE FROM sessiontree.writers")  # its connection is there
+    assert late.sessions.commit([Change(number, 4, 5)]) == [True]
+
+    proxy.cut("server", 0)  # and paused in the middle of a write
+    writer = committing(late)
+    came = writer._came
+
+    def forgotten(line: Line) -> str | None:
+        sql.execute("DELETE FROM sessiontree.writers")
+        return came(line)
+
+    writer._came = forgotten  # type: ignore[method-assign]
+    with pytest.raises(StoreFailed, match="has forgotten this writer; whether its last batch was done is not known"):
+        late.sessions.commit([Change(number, 5, 6)])
+    del writer._came  # type: ignore[method-assign]
+    assert late.sessions.commit([Change(number, 6, 7)]) == [True]
+
+
+def test_writers_are_forgotten_when_they_are_closed_or_long_silent(
+    backend: Backend, postgres_url: str, open_at: Callable[..., Backend], sql: psycopg.Connection[Any]
+) -> None:
+    number = written_to(backend)  # by two writers, of which one makes sessions
+    sql.execute("INSERT INTO sessiontree.writers VALUES (gen_random_uuid(), 5, now() - interval '31 days', '')")
+    sql.execute("INSERT INTO sessiontree.writers VALUES (gen_random_uuid(), 5, now() - interval '29 days', '')")
+    other = open_at(postgres_url)
+    assert other.sessions.commit([Change(number, 1, 2)]) == [True]
+    assert wait_for(sql, "SELECT count(*) FROM sessiontree.writers") == (4,)
+    other.close()
+    assert wait_for(sql, "SELECT count(*) FROM sessiontree.writers") == (3,)
+
+
+# --- opening ---------------------------------------------------------------------------------------------------------------
+
+MANY_AT_ONCE = """
+import os, sys
+import sessiontree.backends.postgres as postgres
+begin, go = os.pipe()
+children = []
+for _ in range(16):
+    child = os.fork()
+    if child == 0:
+        os.close(go)
+        os.read(begin, 1)
+        backend = postgres.connect(sys.argv[1], blobs=None)
+        drawn = backend.sessions.draw(10)
+        backend.close()
+        os._exit(0 if len(drawn) == 10 else 1)
+    children.append(child)
+os.close(go)
+sys.exit(sum(os.waitpid(child, 0)[1] != 0 for child in children))
+"""
+
+
+def test_many_processes_that_connect_first(postgres_url: str, sql: psycopg.Connection[Any]) -> None:
+    subprocess.run([sys.executable, "-c", MANY_AT_ONCE, postgres_url], cwd=ROOT, check=True)
+    assert wait_for(sql, "SELECT version FROM sessiontree.format") == (1,)
+    assert wait_for(sql, "SELECT last_value FROM sessiontree.numbers") == (160,)
+
+
+def test_tables_of_another_version(backend: Backend, postgres_url: str, sql: psycopg.Connection[Any]) -> None:
+    sql.execute("UPDATE sessiontree.format SET version = 2")
+    with pytest.raises(IncompatibleStore, match="holds tables of version 2; this library knows version 1"):
+        connect(postgres_url)
+    sql.execute("DROP SCHEMA sessiontree CASCADE")
+    with pytest.raises(IncompatibleStore, match="has not the tables of version 1"):
+        backend.sessions.look(1)
+    with pytest.raises(IncompatibleStore, match="has not the tables of version 1"):
+        backend.sessions.commit([Change(1, 0, 1)])
+    with pytest.raises(IncompatibleStore, match="holds no store"):
+        connect(postgres_url, read_only=True)
+    assert sql.execute("SELECT FROM pg_namespace WHERE nspname = 'sessiontree'").fetchone() is None
+
+
+def test_a_password_is_never_shown(postgres_url: str, backend: Backend, open_at: Callable[..., Backend]) -> None:
+    secret = conninfo_to_dict(postgres_url)["password"]
+    assert isinstance(secret, str)
+    wrong = postgres_url.replace(secret, f"wrong-{secret}")
+    shown = [backend.where, repr(backend), repr(sessions_of(backend)._server)]
+    for url in (wrong, f"postgresql://x:{secret}@127.0.0.1:port/%zz", secret, f"postgresql://a:{secret}@127.0.0.1/db?{secret}=1"):
+        with pytest.raises(SessionTreeError) as caught:  # at once: it would be no use to try again
+            connect(url, seconds=3600)
+        shown += traceback.format_exception(caught.value)
+    number = make(backend)
+    with pytest.raises(StoreFailed) as caught:
+        backend.sessions.create(NewSession(number, "another", None, b""))
+    shown += traceback.format_exception(caught.value)
+    assert not [each for each in shown if secret in each]
+    assert backend.where.startswith("postgresql://postgres@127.0.0.1:")
+
+
+def test_answers_mean_that_it_is_on_disk(postgres_url: str, sql: psycopg.Connection[Any], open_at: Callable[..., Backend]) -> None:
+    for setting, expected in (("off", "on"), ("on", "on"), ("local", "local")):
+        sql.execute(f"ALTER ROLE postgres IN DATABASE {sql.info.dbname} SET synchronous_commit = {setting}")
+        backend = open_at(postgres_url)
+        assert sessions_of(backend)._server.rows("ask", "SHOW synchronous_commit") == [(expected,)]
+
+
+def test_a_forked_child_has_connections_of_its_own(backend: Backend) -> None:
+    number = written_to(backend)
+    assert backend.sessions.commit([Change(number, 1, 2)]) == [True]
+    look(backend, number)
+    mine = sessions_of(backend)._server.rows("ask", "SELECT pg_backend_pid()")
+    child = os.fork()
+    if child == 0:
+        right = False
+        with suppress(BaseException):
+            right = backend.sessions.commit([Change(number, 2, 3, [node(3)])]) == [True] and look(backend, number).version == 3
+            right = right and sessions_of(backend)._server.rows("ask", "SELECT pg_backend_pid()") != mine
+            backend.close()
+        os._exit(0 if right else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert sessions_of(backend)._server.rows("ask", "SELECT pg_backend_pid()") == mine
+    assert backend.sessions.commit([Change(number, 3, 4, [node(4)])]) == [True]
+    assert backend.nodes.read(number, [3, 4]) == [node(3).record, node(4).record]
+
+
+def test_reads_do_not_wait_for_a_write(
+    backend: Backend, postgres_url: str, sql: psycopg.Connection[Any], pool: ThreadPoolExecutor
+) -> None:
+    number = written_to(backend)
+    with holding(postgres_url, number) as holder:
+        running = [pool.submit(WRITES[write], backend, number) for write in ("one change", "a removal")]
+        blocked(sql, 2)
+        in_threads(8, lambda _: [look(backend, number) for _ in range(20)] and None)
+        assert not any(each.done() for each in running)
+        holder.rollback()
+        assert sum(map(bool, (each.result() for each in running))) >= 1
+
+
+# --- replicas --------------------------------------------------------------------------------------------------------------
+
+
+def test_nodes_come_from_the_replica_and_what_it_lacks_from_the_primary(
+    postgres_server: Server, postgres_url: str, backend: Backend, open_at: Callable[..., Backend]
+) -> None:
+    with postgres_server.database() as other_url, Proxy(other_url) as proxy:
+        copy = open_at(other_url)
+        number = make(backend, "s", 3)
+        assert make(copy, "s") == number
+        assert copy.sessions.commit([Change(number, 0, 1, [node(1, 77)])]) == [True]  # to be told from the primary's
+        both = open_at(postgres_url, replica=proxy.url, seconds=3.0)
+        assert both.nodes.read(number, [2, 1, 9]) == [node(2).record, node(1, 77).record, None]
+        assert look(both, number) == look(backend, number)
+        proxy.refusing = True
+        proxy.cut_now()
+        assert both.nodes.read(number, [1, 2]) == [node(1).record, node(2).record]
+        proxy.refusing = False
+        assert both.nodes.read(number, [1]) == [node(1).record]  # it rests
+        both.nodes._rests_until = 0.0  # type: ignore[attr-defined]
+        assert both.nodes.read(number, [1]) == [node(1, 77).record]
+        both.close()
+
+
+def test_a_standby_is_read(own_postgres: Server, tmp_path: Path, open_at: Callable[..., Backend]) -> None:
+    """One that follows by PostgreSQL's own replication; what is not there yet is read from the primary."""
+    backend = open_at(own_postgres.url())
+    number = make(backend, "s", 2)
+    standby = Server.make()
+    try:
+        standby.stop()
+        subprocess.run(["rm", "-rf", standby.directory / "data"], check=True)
+        run(standby.directory, "pg_basebackup", "-R", "-X", "stream", "-c", "fast", "-d", own_postgres.url())
+        standby = Server(standby.directory, standby.port, own_postgres.password)
+        standby.start()
+        reader = open_at(standby.url(), read_only=True)
+        assert look(reader, number) == look(backend, number)
+        assert reader.sessions.names() == [(number, "s")]
+        assert reader.nodes.read(number, [1, 2, 3]) == [node(1).record, node(2).record, None]
+        with pytest.raises(StoreFailed, match="read-only transaction"):
+            reader.sessions.commit([Change(number, 0, 1)])
+        both = open_at(own_postgres.url(), replica=standby.url())
+        with psycopg.connect(standby.url(), autocommit=True) as sql:
+            sql.execute("SELECT pg_wal_replay_pause()")
+            wait_for(sql, "SELECT 1 WHERE pg_get_wal_replay_pause_state() = 'paused'")
+        assert both.sessions.commit([Change(number, 0, 1, [node(3)])]) == [True]
+        assert reader.nodes.read(number, [3]) == [None]
+        assert both.nodes.read(number, [1, 2, 3]) == [node(1).record, node(2).record, node(3).record]
+    finally:
+        standby.__exit__(None, None, None)
+
+
+def test_what_is_only_read_writes_nothing(backend: Backend, postgres_url: str, open_at: Callable[..., Backend]) -> None:
+    number = written_to(backend)
+    reader = open_at(postgres_url, read_only=True)
+    assert look(reader, number) == look(backend, number)
+    for write in WRITES.values():
+        with pytest.raises(StoreFailed, match="read-only transaction"):
+            write(reader, number)
+
+
+# --- tenants ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def role(sql: psycopg.Connection[Any], backend: Backend, postgres_url: str) -> Iterator[str]:
+    """The URL of a role as an application has it: it may write to the tables, and is bound by their policies."""
+    name = f"app_{sql.info.dbname}"
+    sql.execute(f"CREATE ROLE {name} LOGIN PASSWORD 'app'")
+    sql.execute(
+        f"""
+        GRANT USAGE ON SCHEMA sessiontree TO {name};
+        GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA sessiontree TO {name};
+        GRANT USAGE ON ALL SEQUENCES IN SCHEMA sessiontree TO {name}
+        """
+    )
+    given = conninfo_to_dict(postgres_url)
+    yield f"postgresql://{name}:app@{given['host']}:{given['port']}/{given['dbname']}"
+    sql.execute(f"DROP OWNED BY {name} CASCADE; DROP ROLE {name}")
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_tenants_see_their_own_rows(
+    bound: bool, role: str, postgres_url: str, backend: Backend, open_at: Callable[..., Backend]
+) -> None:
+    """By a role that policies bind, and by one that they do not."""
+    url = role if bound else postgres_url
+    a, b, every = open_at(url, tenant="a"), open_at(url, tenant="b"), open_at(url)
+    ours = {tenant: make(to, "same name", 2, tenant=tenant) for tenant, to in (("a", a), ("b", b))}
+    nobodys = make(every, "of none", 1)
+    for tenant, to in (("a", a), ("b", b)):
+        assert to.sessions.commit([Change(ours[tenant], 0, 1, [node(3)], {b"h": tenant.encode()})]) == [True]
+        assert to.sessions.name(tenant.encode(), b"record", None)
+    others = [ours["b"], nobodys]
+    assert a.sessions.names() == [(ours["a"], "same name")]
+    assert a.sessions.all() == [(ours["a"], False)]
+    assert a.sessions.find("same name") == ours["a"] and a.sessions.find("of none") is None
+    assert [a.sessions.look(number) for number in others] == [None, None]
+    assert [a.nodes.read(number, ordinals) for number in others for ordinals in ([1, 2], [1, 3])] == [[None, None]] * 4
+    assert a.sessions.commit([Change(number, 1, 2) for number in others]) == [False, False]
+    assert a.sessions.commit([Change(ours["b"], 1, 2)]) == [False]
+    assert not a.sessions.remove(Removal(ours["b"], 1, [1], [], 0))
+    assert a.sessions.all_named() == {b"a": b"record"} and a.sessions.named(b"b") is None
+    assert not a.sessions.name(b"b", b"", b"record") and not a.sessions.name(b"b", b"", None)
+    (number,) = a.sessions.draw(1)
+    assert a.sessions.create(NewSession(number, "fork", "a", b"", (), (ours["b"], 1), 0)) == "dropped"
+    with pytest.raises(StoreFailed, match="for another tenant"):
+        a.sessions.create(NewSession(number, "x", "b", b""))
+    assert [look(every, each).version for each in (ours["a"], ours["b"], nobodys)] == [1, 1, 0]
+    (number,) = every.sessions.draw(1)
+    assert every.sessions.create(NewSession(number, "same name", "c", b"")) == "taken"
+    assert every.sessions.create(NewSession(number, "of none", "a", b"")) == "taken"
+    with pytest.raises(SessionTreeError, match="tenant="):
+        every.sessions.find("same name")
+
+
+TABLES: Final = ("sessions", "nodes", "bodies", "refs", "names")
+
+
+def test_policies_hold_for_statements_that_forget_the_tenant(role: str, backend: Backend, open_at: Callable[..., Backend]) -> None:
+    a, b = open_at(role, tenant="a"), open_at(role, tenant="b")
+    for tenant, to in (("a", a), ("b", b)):
+        number = make(to, "s", 1, tenant=tenant)
+        assert to.sessions.commit([Change(number, 0, 1, (), {b"h": b""})]) == [True]
+        assert to.sessions.name(tenant.encode(), b"", None)
+    with psycopg.connect(role, autocommit=True) as sql:
+        for scope, count in (("", 0), (str(scope_of("a")), 1), (str(scope_of("c")), 0), (str(scope_of(None)), 2)):
+            sql.execute("SELECT set_config('sessiontree.scope', %s, false)", (scope,))
+            assert [sql.execute(f"SELECT count(*) FROM sessiontree.{table}").fetchone() for table in TABLES] == [(count,)] * 5
+        sql.execute("SELECT set_config('sessiontree.scope', %s, false)", (str(scope_of("a")),))
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            sql.execute("UPDATE sessiontree.sessions SET tenant = %s", (scope_of("b"),))
+        assert sql.execute("DELETE FROM sessiontree.nodes").rowcount == 1
+
+
+def test_who_owns_the_tables_is_bound_too(postgres_server: Server, postgres_url: str, sql: psycopg.Connection[Any]) -> None:
+    name = f"owner_{sql.info.dbname}"
+    sql.execute(f"CREATE ROLE {name} LOGIN PASSWORD 'app'; GRANT CREATE ON DATABASE {sql.info.dbname} TO {name}")
+    given = conninfo_to_dict(postgres_url)
+    url = f"postgresql://{name}:app@{given['host']}:{given['port']}/{given['dbname']}"
+    try:
+        backend = connect(url, tenant="a", blobs=None)
+        number = make(backend, "s", 2, tenant="a")
+        assert backend.sessions.commit([Change(number, 0, 1, [node(3)])]) == [True]
+        backend.close()
+        with psycopg.connect(url) as owner:
+            assert [owner.execute(f"SELECT count(*) FROM sessiontree.{table}").fetchone() for table in TABLES] == [(0,)] * 5
+    finally:
+        sql.execute(f"DROP OWNED BY {name} CASCADE; DROP ROLE {name}")

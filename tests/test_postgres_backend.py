@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,8 +31,10 @@ from sessiontree.backends.postgres_lines import Line
 from sessiontree.backends.postgres_statements import BODY, CHANGE, CHANGES, LONGEST_HEAD, int8, many_changes, one_change
 from sessiontree.backends.postgres_writer import Writer
 from sessiontree.backends.shared import Backend, Change, Look, NewNode, NewSession, NodeRow, Removal
+from tests.backend_contract import BackendContract
+from tests.backend_writing import Connect
 from tests.postgres_proxy import Proxy, Side
-from tests.postgres_server import Server, run
+from tests.postgres_server import Server, account, free_port, remove, run
 from tests.threads import in_threads
 
 ROOT: Final = Path(__file__).parent.parent
@@ -127,6 +132,16 @@ def holding(url: str, *numbers: int) -> Iterator[psycopg.Connection[Any]]:
         for number in numbers:
             connection.execute("SELECT FROM sessiontree.sessions WHERE number = %s FOR UPDATE", (number,))
         yield connection
+
+
+class TestContract(BackendContract):
+    @pytest.fixture
+    def connect(self, postgres_url: str) -> Connect:
+        return partial(connect, postgres_url)
+
+    @pytest.fixture
+    def connect_tenant(self, postgres_url: str) -> Callable[[str], Backend]:
+        return lambda tenant: connect(postgres_url, tenant=tenant)
 
 
 # --- what it holds ---------------------------------------------------------------------------------------------------------
@@ -711,7 +726,7 @@ def test_reads_do_not_wait_for_a_write(
     with holding(postgres_url, number) as holder:
         running = [pool.submit(WRITES[write], backend, number) for write in ("one change", "a removal")]
         blocked(sql, 2)
-        in_threads(8, lambda _: [look(backend, number) for _ in range(20)] and None)
+        in_threads(8, lambda _: [look(backend, number) for _ in range(20)].clear())
         assert not any(each.done() for each in running)
         holder.rollback()
         assert sum(map(bool, (each.result() for each in running))) >= 1
@@ -741,16 +756,15 @@ def test_nodes_come_from_the_replica_and_what_it_lacks_from_the_primary(
         both.close()
 
 
-def test_a_standby_is_read(own_postgres: Server, tmp_path: Path, open_at: Callable[..., Backend]) -> None:
+def test_a_standby_is_read(own_postgres: Server, open_at: Callable[..., Backend]) -> None:
     """One that follows by PostgreSQL's own replication; what is not there yet is read from the primary."""
     backend = open_at(own_postgres.url())
     number = make(backend, "s", 2)
-    standby = Server.make()
+    directory = Path(tempfile.mkdtemp(prefix="sessiontree-standby-"))
+    shutil.chown(directory, *account())
     try:
-        standby.stop()
-        subprocess.run(["rm", "-rf", standby.directory / "data"], check=True)
-        run(standby.directory, "pg_basebackup", "-R", "-X", "stream", "-c", "fast", "-d", own_postgres.url())
-        standby = Server(standby.directory, standby.port, own_postgres.password)
+        run(directory, "pg_basebackup", "-R", "-X", "stream", "-c", "fast", "-d", own_postgres.url())
+        standby = Server(directory, free_port(), own_postgres.password)
         standby.start()
         reader = open_at(standby.url(), read_only=True)
         assert look(reader, number) == look(backend, number)
@@ -766,7 +780,7 @@ def test_a_standby_is_read(own_postgres: Server, tmp_path: Path, open_at: Callab
         assert reader.nodes.read(number, [3]) == [None]
         assert both.nodes.read(number, [1, 2, 3]) == [node(1).record, node(2).record, node(3).record]
     finally:
-        standby.__exit__(None, None, None)
+        remove(directory)
 
 
 def test_what_is_only_read_writes_nothing(backend: Backend, postgres_url: str, open_at: Callable[..., Backend]) -> None:

@@ -617,7 +617,7 @@ def test_a_client_that_was_paused_for_very_long(
     writer._came = forgotten  # type: ignore[method-assign]
     with pytest.raises(StoreFailed, match="has forgotten this writer; whether its last batch was done is not known"):
         late.sessions.commit([Change(number, 5, 6)])
-    del writer._came  # type: ignore[method-assign]
+    del writer._came
     assert late.sessions.commit([Change(number, 6, 7)]) == [True]
 
 

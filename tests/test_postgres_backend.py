@@ -28,7 +28,18 @@ from psycopg.conninfo import conninfo_to_dict
 from sessiontree import IncompatibleStore, SessionTreeError, StoreFailed
 from sessiontree.backends.postgres import PostgresSessions, connect, scope_of
 from sessiontree.backends.postgres_lines import Line
-from sessiontree.backends.postgres_statements import BODY, CHANGE, CHANGES, LONGEST_HEAD, int8, many_changes, one_change
+from sessiontree.backends.postgres_statements import (
+    BODY,
+    CHANGE,
+    CHANGES,
+    CREATE,
+    LONGEST_HEAD,
+    columns,
+    int4,
+    int8,
+    many_changes,
+    one_change,
+)
 from sessiontree.backends.postgres_writer import Writer
 from sessiontree.backends.shared import Backend, Change, Look, NewNode, NewSession, NodeRow, Removal
 from tests.backend_contract import BackendContract
@@ -480,6 +491,50 @@ def test_batches_of_the_same_sessions_never_wait_for_each_other(
         "count", "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"
     )
     assert deadlocks == [(0,)]
+
+
+def test_a_fork_waits_for_a_drop_and_gc_for_a_fork(
+    backend: Backend, postgres_url: str, sql: psycopg.Connection[Any], pool: ThreadPoolExecutor
+) -> None:
+    """Each in a transaction that is not over yet when the other comes."""
+    number = written_to(backend)
+    new = NewSession(number + FORK, "fork", None, b"", (), (number, 2), 0)
+    with psycopg.connect(postgres_url) as dropping:
+        dropping.execute("UPDATE sessiontree.sessions SET drops = 1, version = 2 WHERE number = %s", (number,))
+        running: Future[object] = pool.submit(backend.sessions.create, new)
+        blocked(sql)
+        dropping.commit()
+        assert running.result() == "dropped"
+    writer = sessions_of(backend)._other
+    assert writer._name is not None
+    with sessions_of(backend)._server.connect() as forking:
+        forking.execute("BEGIN")
+        session = int8(new.number), b"fork", None, b"", int8(number), int4(2), int4(1)
+        assert forking.ask(CREATE, (another_writer(forking), int8(1), *session, *columns(()))) == "made"
+        running = pool.submit(backend.sessions.remove, Removal(number, 2, [2], [], 0))
+        blocked(sql)
+        forking.execute("COMMIT")
+        assert running.result() is False
+    assert backend.nodes.read(number, [2]) == [node(2).record]
+
+
+def another_writer(line: Line) -> bytes:
+    """Another writer."""
+    row = line.execute("INSERT INTO sessiontree.writers (writer) VALUES (gen_random_uuid()) RETURNING writer").fetchone()
+    assert row is not None
+    name: bytes = row[0].bytes
+    return name
+
+
+def test_of_one_name_that_many_tenants_are_given_at_once_one_is_made(backend: Backend, postgres_url: str) -> None:
+    """By a store that sees all tenants."""
+    came: list[str] = []
+    numbers = backend.sessions.draw(8)
+    backends = [connect(postgres_url, blobs=None) for _ in numbers]
+    in_threads(8, lambda at: came.append(backends[at].sessions.create(NewSession(numbers[at], "one", f"t{at}", b""))))
+    for each in backends:
+        each.close()
+    assert sorted(came) == ["made", *["taken"] * 7]
 
 
 # --- errors, and how long they are tried -----------------------------------------------------------------------------------

@@ -55,9 +55,9 @@ def sessiontree(
 ) -> None:
     """Look at stores of sessions and at bundles, and keep them healthy.
 
-    STORE is a directory that a SessionStore was opened in, or, where nothing is changed, a bundle's file. A place in it is
-    SESSION/NODE, SESSION or NODE: sessions by id, nodes by head or id, ids also by their beginning. Commands that only look may
-    be used while another process writes to the store.
+    STORE is a directory that a SessionStore was opened in, a postgresql:// URL, or, where nothing is changed, a bundle's file. A
+    place in it is SESSION/NODE, SESSION or NODE: sessions by id, nodes by head or id, ids also by their beginning. Commands that
+    only look may be used while another process writes to the store.
     """
 
 
@@ -72,6 +72,7 @@ for _name, _run in (
     ("fsck", health.fsck),
     ("export", moving.export),
     ("import", moving.import_),
+    ("copy", moving.copy),
     ("pin", health.pin),
     ("unpin", health.unpin),
     ("drop", health.drop),

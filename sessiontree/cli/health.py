@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from sessiontree.cli.output import Code, Usage, flat, progress, report_facts, safe, styled, write, write_json, write_pairs
-from sessiontree.cli.source import Json, Place, Store, check_store, complete_place, find_place, session_named, writing
+from sessiontree.cli.source import Json, Place, Store, check_store, complete_place, find_place, session_named, shown, writing
 from sessiontree.errors import NodeHeld
 from sessiontree.render import _count, _listed, _name
 from sessiontree.store import Session, SessionStore
@@ -205,7 +205,7 @@ def drop(
 
 
 @contextmanager
-def _remedied(store: Path, session: Session) -> Iterator[None]:
+def _remedied(store: str, session: Session) -> Iterator[None]:
     """Have a refusal say where the holder is, and what removes it."""
     try:
         yield
@@ -215,7 +215,8 @@ def _remedied(store: Path, session: Session) -> Iterator[None]:
         what = f"nothing is dropped: {error.holder} of session {session.id!r} holds it{node}"
         held = NodeHeld(what, node=error.node, holder=error.holder)
         at = shlex.quote(f"{session.id}/{ast.literal_eval(name) if kind == 'head' else name}")
-        remedies = {"head": f"drop --head {shlex.quote(str(store))} {at}", "pin": f"unpin {shlex.quote(str(store))} {at}"}
+        where = shlex.quote(shown(store))
+        remedies = {"head": f"drop --head {where} {at}", "pin": f"unpin {where} {at}"}
         if kind in remedies:
             held.candidates = (f"`sessiontree {remedies[kind]}` lets go of it.",)  # type: ignore[attr-defined]
         raise held from error

@@ -23,7 +23,15 @@ import numpy as np
 import typer
 
 from sessiontree.backends.base import Progress
-from sessiontree.errors import CorruptTree, IncompatibleStore, NeedsExtra, SessionTreeError, StoreFailed, StoreLocked
+from sessiontree.errors import (
+    CorruptTree,
+    IncompatibleStore,
+    NeedsExtra,
+    SessionDiffers,
+    SessionTreeError,
+    StoreFailed,
+    StoreLocked,
+)
 
 
 class Code(IntEnum):
@@ -53,6 +61,7 @@ class NoStore(SessionTreeError):
 
 _CODES: Final[tuple[tuple[type[BaseException], Code], ...]] = (  # the first that fits
     (NoStore, Code.NO_STORE),
+    (SessionDiffers, Code.FOUND),
     (StoreLocked, Code.LOCKED),
     (CorruptTree, Code.CORRUPT),
     (IncompatibleStore, Code.INCOMPATIBLE),

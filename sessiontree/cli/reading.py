@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import islice
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -27,6 +26,7 @@ from sessiontree.cli.source import (
     each_session,
     place_named,
     reading,
+    shown,
     spot_named,
     write_losses,
 )
@@ -61,7 +61,7 @@ def ls(store: Source, lenient: Lenient = False, as_json: Json = False) -> int:
         if as_json:
             lost = source.damaged_sessions
             entries = (_session_facts(session_id, session) for session_id, session in listed())
-            stream_json({"path": str(store), "damaged": len(lost), "damaged_bytes": damaged_bytes(source)}, "sessions", entries)
+            stream_json({"path": shown(store), "damaged": len(lost), "damaged_bytes": damaged_bytes(source)}, "sessions", entries)
         else:
             for session_id, session in listed():
                 write(_session_line(session_id, session, bool(source.losses)))
@@ -259,7 +259,7 @@ def diff(
     ],
     two: Annotated[str, typer.Argument(metavar="B", help="Another one.", autocompletion=complete_place, show_default=False)],
     other: Annotated[
-        Path | None,
+        str | None,
         typer.Option("--in", metavar="STORE", help="The store or bundle that B is in, if it is another.", show_default=False),
     ] = None,
     tokenizer: Tokenizer = None,

@@ -7,6 +7,7 @@ with a list of them.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 from collections.abc import Iterator
@@ -27,22 +28,28 @@ _HEX: Final = re.compile(r"[0-9a-fA-F]{1,64}")
 _COMPLETED: Final = re.compile(r"[A-Za-z0-9_.,@%+=/-]+")  # what no shell reads anything into
 MAX_CANDIDATES: Final = 10
 BUNDLE: Final = b"sessiontree bundle "
+URLS: Final = ("postgresql://", "postgres://")
 
 
 # --- stores and bundles -----------------------------------------------------------------------------------------------
 @contextmanager
-def reading(path: Path, lenient: bool = False) -> Iterator[Any]:
+def reading(where: str, lenient: bool = False) -> Iterator[Any]:
     """A store or bundle to look at: a store as whoever writes to it has it now, without getting in the way.
 
     ``lenient``: what is sound of a damaged store. Raises NoStore, IncompatibleStore, CorruptTree, StoreFailed.
     """
+    if is_url(where):
+        with connected(where, read_only=True) as shared:
+            yield shared
+        return
+    path = Path(where)
     if path.is_file():
         from sessiontree.bundles import open_bundle  # noqa: PLC0415
 
         with open_bundle(path) as bundle:
             yield bundle
         return
-    check_store(path)
+    check_store(where)
     with SessionStore.open(path, read_only=True, strict=not lenient) as store:
         yield store
 
@@ -59,14 +66,37 @@ def each_session(store: Any, lenient: bool) -> Iterator[tuple[str, Session | Cor
 
 
 @contextmanager
-def writing(path: Path, make: bool = False) -> Iterator[SessionStore]:
+def writing(where: str, make: bool = False) -> Iterator[SessionStore]:
     """A store to change. ``make``: it may be a new one. Raises NoStore, StoreLocked and what opening raises."""
-    if path.is_file():
-        raise Usage(f"{path} is a file; a bundle is never changed, import it into a store")
+    if is_url(where):
+        with connected(where) as shared:
+            yield shared
+        return
+    if os.path.isfile(where):
+        raise Usage(f"{where} is a file; a bundle is never changed, import it into a store")
     if not make:
-        check_store(path)
-    with SessionStore.open(path, durability="commit") as store:
+        check_store(where)
+    with SessionStore.open(where, durability="commit") as store:
         yield store
+
+
+def connected(url: str, *, read_only: bool = False) -> SessionStore:
+    """The store at a URL. Raises NeedsExtra, StoreFailed."""
+    return SessionStore.connect(url, read_only=read_only)
+
+
+def is_url(where: str) -> bool:
+    """Whether it names a store that many processes write to."""
+    return where.startswith(URLS)
+
+
+def shown(where: str) -> str:
+    """A place to be told of: of a URL neither the password nor the parameters, which may hold one."""
+    if not is_url(where):
+        return where
+    scheme, _, rest = where.partition("://")
+    credentials, at, host = rest.rpartition("@")
+    return f"{scheme}://{credentials.partition(':')[0]}{at}{host.partition('?')[0]}"
 
 
 def damaged_bytes(store: Any) -> int:
@@ -81,8 +111,9 @@ def write_losses(store: Any) -> None:
         write(styled(f"✗ {what}", fg="red"))
 
 
-def check_store(path: Path) -> None:
-    """Raises NoStore where nobody ever wrote one."""
+def check_store(where: str) -> None:
+    """Raises NoStore where nobody ever wrote a store's directory."""
+    path = Path(where)
     if not path.exists():
         raise NoStore(f"there is nothing at {path}")
     if path.is_file():
@@ -120,6 +151,25 @@ def session_named(store: Any, text: str | None) -> Session:
     if len(found) > 1:
         raise _ambiguous(f"session {text!r} may be any of", found)
     return _got(store, found[0])
+
+
+def sessions_named(store: Any, texts: list[str] | None) -> list[str] | None:
+    """Ids of the sessions that some texts name: by id, by the beginning of one, or by a pattern with * ? []. None: of all.
+
+    Raises Usage, also for a pattern that fits none.
+    """
+    if not texts:
+        return None
+    ids, found = store.sessions(), []
+    for text in texts:
+        if text not in ids and any(each in text for each in "*?["):
+            matching = fnmatch.filter(ids, text)
+            if not matching:
+                raise Usage(f"no session is like {text!r}; `sessiontree ls` lists them")
+            found += matching
+        else:
+            found.append(session_named(store, text).id)
+    return list(dict.fromkeys(found))
 
 
 def _got(store: Any, session_id: str) -> Session:
@@ -288,15 +338,18 @@ def _given(context: typer.Context, name: str, at: int) -> Any:
 
 def _completions(context: typer.Context, offered: Any, incomplete: str) -> list[str]:
     try:
-        with reading(Path(os.path.expanduser(_given(context, "store", 0)))) as store:
+        with reading(os.path.expanduser(_given(context, "store", 0))) as store:
             return [each for each in dict.fromkeys(offered(store)) if each.startswith(incomplete) and _COMPLETED.fullmatch(each)]
     except Exception:  # a shell that completes is no place for errors
         return []
 
 
 # --- arguments that several commands take -----------------------------------------------------------------------------
-Source = Annotated[Path, typer.Argument(metavar="STORE", help="A store's directory, or a bundle's file.", show_default=False)]
-Store = Annotated[Path, typer.Argument(metavar="STORE", help="A store's directory.", show_default=False)]
+Source = Annotated[
+    str,
+    typer.Argument(metavar="STORE", help="A store's directory, a postgresql:// URL, or a bundle's file.", show_default=False),
+]
+Store = Annotated[str, typer.Argument(metavar="STORE", help="A store's directory, or a postgresql:// URL.", show_default=False)]
 OneSession = Annotated[
     str | None,
     typer.Argument(

@@ -25,6 +25,7 @@ from sessiontree.details import Details
 from sessiontree.digest import pack
 from sessiontree.errors import CorruptTree, KeyTaken, SessionDiffers, Unsupported
 from sessiontree.heads import Head
+from sessiontree.index import NodeIndex
 from sessiontree.media import MediaItem
 from sessiontree.node import Namespace, Node
 from sessiontree.store import Session, SessionStore
@@ -36,6 +37,7 @@ __all__ = ["CopyReport", "SessionCopy", "copy_sessions", "session_digest"]
 
 _BATCH: Final = 1000  # nodes that become durable together
 _BATCH_BYTES: Final = 2**20
+_TOGETHER: Final = 256  # nodes that are read together
 _HELD: Final = 2**28  # bytes of copied sessions that stay in memory
 _LOOK: Final = 2**26  # bytes copied before somebody looks how many those are
 
@@ -128,8 +130,8 @@ def session_digest(session: Session) -> bytes:
     """
     tree = session._tree
     digest = _Digest(tree)
-    for node in tree:
-        digest.add(node)
+    for above, record in _records(tree):
+        digest.add(above, record)
     return digest.finished(tree, session.pins)
 
 
@@ -137,11 +139,10 @@ class _Digest:
     def __init__(self, tree: SessionTree) -> None:
         self._sum = sha256(b"sessiontree session\0" + pack([tree.root.id, *tree.limits]))
 
-    def add(self, node: Node) -> None:
-        if node.parent is None:
-            return
-        record = codec.encode_node(0, 1, 0, node)  # its place is said by the order, and its parent by its id
+    def add(self, above: bytes, record: bytes) -> None:
+        """A node, by its parent's id and its record. Where it stands is said by the order."""
         self._sum.update(len(record).to_bytes(8, "little"))
+        self._sum.update(above)
         self._sum.update(record)
 
     def finished(self, tree: SessionTree, pins: Collection[bytes]) -> bytes:
@@ -150,22 +151,63 @@ class _Digest:
         return self._sum.digest()
 
 
+def _record_of(node: Node) -> tuple[bytes, bytes]:
+    """The id of a node's parent, and its record as the only node of a session."""
+    assert node.parent is not None
+    return node.parent.id, codec.encode_node(0, 1, 0, node)
+
+
+def _records(tree: SessionTree) -> Iterator[tuple[bytes, bytes]]:
+    """The same of all nodes in commit order, as they lie in a store: none is made for that."""
+    yield from map(_record_of, _shared_path(tree)[1:])
+    for index, batch in _batches(tree):
+        if isinstance(index, StoredIndex):
+            source = index.source
+            for ordinal in batch:
+                if ordinal:
+                    yield index.id_of(source.parent_of(ordinal)), codec.renumbered(source.raw(ordinal), 0, 1, 0)
+        else:
+            yield from (_record_of(index.nodes[ordinal - index.base_count]) for ordinal in batch if ordinal)
+
+
+def _nodes(tree: SessionTree) -> Iterator[Node]:
+    """All nodes in commit order, the root first."""
+    yield from _shared_path(tree)
+    for index, batch in _batches(tree):
+        yield from (index.nodes[ordinal - index.base_count] for ordinal in batch)
+
+
+def _ids(tree: SessionTree) -> Iterator[bytes]:
+    """Their ids. Nodes that lie in a store are not read for it, but those that a fork shares."""
+    yield from (node.id for node in _shared_path(tree))
+    for index, batch in _batches(tree, read=False):
+        yield from map(index.id_of, batch)
+
+
+def _shared_path(tree: SessionTree) -> tuple[Node, ...]:
+    """Of a fork, the nodes that it has from where it was forked, from the root on."""
+    tip = tree._index.bottom.tip
+    return () if tip is None else tip.path()
+
+
+def _batches(tree: SessionTree, *, read: bool = True) -> Iterator[tuple[NodeIndex, Sequence[int]]]:
+    """The layers of a tree, the lowest first, with ordinals of the nodes in them: as many as are read together."""
+    for index, visible in tree._index.layers_upward(tree._count):
+        for start in range(index.base_count, visible, _TOGETHER):
+            batch: Sequence[int] = range(start, min(start + _TOGETHER, visible))
+            if isinstance(index, StoredIndex):
+                batch = [ordinal for ordinal in batch if index.source.has(ordinal)]
+                if read and hasattr(index.source, "read_ahead"):
+                    index.source.read_ahead([ordinal for ordinal in batch if ordinal])
+            yield index, batch
+
+
 def _heads(tree: SessionTree) -> dict[str, tuple[bytes, int]]:
     """Of each head the id of its node, which is not read for that, and its version."""
     return {
         name: (tree._index.id_of(head.ordinal) if isinstance(head, StoredHead) else head.node.id, head.version)
         for name, head in tree._heads.items()
     }
-
-
-def _ids(tree: SessionTree) -> Iterator[bytes]:
-    """The ids of all nodes in commit order. Nodes that lie in a store are not read for it."""
-    for index, visible in tree._index.layers_upward(tree._count):
-        if index.tip is not None:
-            yield from (node.id for node in index.tip.path())
-        for ordinal in range(index.base_count, visible):
-            if not isinstance(index, StoredIndex) or index.source.has(ordinal):
-                yield index.id_of(ordinal)
 
 
 # Whether what is there is an earlier state
@@ -246,6 +288,11 @@ class _Steps:
             self._progress(self._done, self._total)
 
 
+def _count(snapshots: Sequence[_Snapshot]) -> int:
+    """Nodes, roots not counted."""
+    return sum(len(each.tree) - 1 for each in snapshots)
+
+
 class _Media:
     """What was met on the way. ``items``: one of each content; ``named``: identities that stand in sessions of a namespace."""
 
@@ -272,7 +319,7 @@ class _Copy:
         self._source = source
         self._target = target
         self._snapshots = snapshots
-        self._steps = _Steps(progress, 2 * sum(len(each.tree) for each in snapshots))
+        self._steps = _Steps(progress, 2 * _count(snapshots))
         self._media = _Media()
         self._features = 0  # contents whose features came
         self._copied = 0  # bytes since somebody looked what is held
@@ -314,10 +361,11 @@ class _Copy:
         digest = _Digest(tree)
         waiting: list[tuple[bytes, Turn, Details]] = []
         size = added = 0
-        for number, node in enumerate(tree):
-            digest.add(node)
+        for number, node in enumerate(_nodes(tree)):
+            if node.parent is not None:
+                digest.add(*_record_of(node))
+                self._steps.take()
             self._keep_media(node)
-            self._steps.take()
             if number < known:
                 continue
             waiting.append(_turn(node))
@@ -400,8 +448,8 @@ def _digest_there(target: SessionStore, session_id: str, steps: _Steps) -> bytes
         return b""
     tree, pins = view
     digest = _Digest(tree)
-    for node in tree:
-        digest.add(node)
+    for record in _records(tree):
+        digest.add(*record)
         steps.take()
     return digest.finished(tree, pins)
 
@@ -417,7 +465,7 @@ def _to_bundle(
     progress: Progress | None,
 ) -> CopyReport:
     _check_outside(path)
-    nodes = sum(len(each.tree) for each in snapshots)
+    nodes = _count(snapshots)
     known: dict[str, int] = {}
     if os.path.exists(path):
         with open_bundle(path) as bundle:
@@ -447,10 +495,11 @@ def _compared(
     copies = []
     for snapshot in snapshots:
         digest = _Digest(snapshot.tree)
-        for node in snapshot.tree:
-            digest.add(node)
+        for node in _nodes(snapshot.tree):
+            if node.parent is not None:
+                digest.add(*_record_of(node))
+                steps.take()
             deque(media.add(node), maxlen=0)
-            steps.take()
         mine, there = digest.finished(snapshot.tree, snapshot.pins), _digest_there(bundle, snapshot.session_id, steps)
         nodes = len(snapshot.tree) - 1
         copies.append(SessionCopy(snapshot.session_id, nodes, nodes - known.get(snapshot.session_id, 0), mine, there))

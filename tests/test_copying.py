@@ -317,7 +317,7 @@ def killing() -> Iterator[Killing]:
 
 
 @pytest.mark.parametrize(("one", "two"), [("log", "log"), ("log", "bundle"), ("bundle", "log")])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["after", pytest.param("before", marks=pytest.mark.soak)])
 def test_killed_at_each_step_and_started_again_it_goes_on(tmp_path: Path, killing: Killing, one: str, two: str, when: str) -> None:
     """The same copy is killed at its first step, started again, killed at the next one, and so on until nothing is left to do."""
     place, target = tmp_path / "source", tmp_path / ("t.bundle" if two == "bundle" else "target")

@@ -197,7 +197,7 @@ def _batches(tree: SessionTree, *, read: bool = True) -> Iterator[tuple[NodeInde
             batch: Sequence[int] = range(start, min(start + _TOGETHER, visible))
             if isinstance(index, StoredIndex):
                 batch = [ordinal for ordinal in batch if index.source.has(ordinal)]
-                if read and hasattr(index.source, "read_ahead"):
+                if read:
                     index.source.read_ahead([ordinal for ordinal in batch if ordinal])
             yield index, batch
 

@@ -198,10 +198,10 @@ def copy(
 
 def _copied(facts: dict[str, Any]) -> str:
     """What became of a session, in a line."""
-    line: str = f"{_name(facts['session_id'])}  {_count(facts['nodes'], 'node')}, {facts['added']:,} new, "
+    line = f"{_name(facts['session_id'])}  {_count(facts['nodes'], 'node')}, {facts['added']:,} new, "
     if facts["equal"]:
-        return line + facts["source"][:16]
-    return styled("✗ ", fg="red") + line + f"{facts['source'][:16]} here, {facts['target'][:16] or 'nothing'} there"
+        return f"{line}{facts['source'][:16]}"
+    return styled("✗ ", fg="red") + f"{line}{facts['source'][:16]} here, {facts['target'][:16] or 'nothing'} there"
 
 
 def _same(one: str, other: str) -> bool:

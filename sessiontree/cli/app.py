@@ -9,7 +9,7 @@ from typer.core import TyperGroup
 
 from sessiontree import __version__
 from sessiontree.cli import drawing, health, moving, reading, running
-from sessiontree.cli.output import command, write_json
+from sessiontree.cli.output import command, without_passwords, write_json
 
 _EXIT_CODES: Final = (
     "Exit codes: 0 fine; 1 something was found: a difference, damage, what cannot be run again; 2 asked wrongly, or nothing of "
@@ -28,6 +28,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except _UsageError as error:
+            error.message = without_passwords(error.message)
             if wants_json:
                 write_json({"error": {"type": "Usage", "message": error.format_message()}})
             raise

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from sessiontree.cli.output import Code, Usage, flat, progress, report_facts, safe, styled, write, write_json, write_pairs
-from sessiontree.cli.source import Json, Place, Store, check_store, complete_place, find_place, session_named, shown, writing
+from sessiontree.cli.output import Code, Usage, flat, progress, report_facts, safe, shown, styled, write, write_json, write_pairs
+from sessiontree.cli.source import Json, Place, Store, check_store, complete_place, find_place, session_named, writing
 from sessiontree.errors import NodeHeld
 from sessiontree.render import _count, _listed, _name
 from sessiontree.store import Session, SessionStore

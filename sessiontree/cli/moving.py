@@ -10,7 +10,21 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from sessiontree.cli.output import Code, NoStore, Usage, flat, progress, report_facts, safe, styled, write, write_json, write_pairs
+from sessiontree.cli.output import (
+    Code,
+    NoStore,
+    Usage,
+    flat,
+    is_url,
+    progress,
+    report_facts,
+    safe,
+    shown,
+    styled,
+    write,
+    write_json,
+    write_pairs,
+)
 from sessiontree.cli.source import (
     Json,
     Lenient,
@@ -18,10 +32,8 @@ from sessiontree.cli.source import (
     complete_place,
     complete_session,
     find_place,
-    is_url,
     reading,
     sessions_named,
-    shown,
     writing,
 )
 from sessiontree.node import Namespace

@@ -13,7 +13,7 @@ import typer
 
 from sessiontree import query
 from sessiontree.cli.facts import Marks, item_facts, namespace_facts, node_facts, node_line, number, span_facts
-from sessiontree.cli.output import Code, plain, safe, stream_json, styled, write, write_json, write_pairs
+from sessiontree.cli.output import Code, plain, safe, shown, stream_json, styled, write, write_json, write_pairs
 from sessiontree.cli.shape import Shape
 from sessiontree.cli.source import (
     Json,
@@ -26,7 +26,6 @@ from sessiontree.cli.source import (
     each_session,
     place_named,
     reading,
-    shown,
     spot_named,
     write_losses,
 )

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from sessiontree.cli.facts import item_facts, number, span_facts
-from sessiontree.cli.output import Code, plain, safe, stream_json, styled, write
-from sessiontree.cli.source import Json, Lenient, OneSession, Source, Tokenizer, reading, session_named, shown
+from sessiontree.cli.output import Code, plain, safe, shown, stream_json, styled, write
+from sessiontree.cli.source import Json, Lenient, OneSession, Source, Tokenizer, reading, session_named
 from sessiontree.cli.words import Words, words
 from sessiontree.errors import CorruptTree
 from sessiontree.media import MediaItem

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
-from sessiontree.cli.output import NoStore, Usage, styled, write
+from sessiontree.cli.output import NoStore, Usage, is_url, styled, write
 from sessiontree.cli.shape import Shape
 from sessiontree.errors import CorruptTree, IncompatibleStore
 from sessiontree.node import Node
@@ -28,7 +28,6 @@ _HEX: Final = re.compile(r"[0-9a-fA-F]{1,64}")
 _COMPLETED: Final = re.compile(r"[A-Za-z0-9_.,@%+=/-]+")  # what no shell reads anything into
 MAX_CANDIDATES: Final = 10
 BUNDLE: Final = b"sessiontree bundle "
-URLS: Final = ("postgresql://", "postgres://")
 
 
 # --- stores and bundles -----------------------------------------------------------------------------------------------
@@ -83,20 +82,6 @@ def writing(where: str, make: bool = False) -> Iterator[SessionStore]:
 def connected(url: str, *, read_only: bool = False) -> SessionStore:
     """The store at a URL. Raises NeedsExtra, StoreFailed."""
     return SessionStore.connect(url, read_only=read_only)
-
-
-def is_url(where: str) -> bool:
-    """Whether it names a store that many processes write to."""
-    return where.startswith(URLS)
-
-
-def shown(where: str) -> str:
-    """A place to be told of: of a URL neither the password nor the parameters, which may hold one."""
-    if not is_url(where):
-        return where
-    scheme, _, rest = where.partition("://")
-    credentials, at, host = rest.rpartition("@")
-    return f"{scheme}://{credentials.partition(':')[0]}{at}{host.partition('?')[0]}"
 
 
 def damaged_bytes(store: Any) -> int:

@@ -17,12 +17,13 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
+from sessiontree.backends.shared import Backend
 from sessiontree.cli.output import NoStore, Usage, is_url, styled, write
 from sessiontree.cli.shape import Shape
 from sessiontree.errors import CorruptTree, IncompatibleStore
 from sessiontree.node import Node
 from sessiontree.render import _facts
-from sessiontree.store import Session, SessionStore
+from sessiontree.store import Session, SessionStore, backend_at
 
 _HEX: Final = re.compile(r"[0-9a-fA-F]{1,64}")
 _COMPLETED: Final = re.compile(r"[A-Za-z0-9_.,@%+=/-]+")  # what no shell reads anything into
@@ -38,8 +39,8 @@ def reading(where: str, lenient: bool = False) -> Iterator[Any]:
     ``lenient``: what is sound of a damaged store. Raises NoStore, IncompatibleStore, CorruptTree, StoreFailed.
     """
     if is_url(where):
-        with connected(where, read_only=True) as shared:
-            yield shared
+        with connected(where, read_only=True) as found:
+            yield found
         return
     path = Path(where)
     if path.is_file():
@@ -68,8 +69,8 @@ def each_session(store: Any, lenient: bool) -> Iterator[tuple[str, Session | Cor
 def writing(where: str, make: bool = False) -> Iterator[SessionStore]:
     """A store to change. ``make``: it may be a new one. Raises NoStore, StoreLocked and what opening raises."""
     if is_url(where):
-        with connected(where) as shared:
-            yield shared
+        with connected(where) as found:
+            yield found
         return
     if os.path.isfile(where):
         raise Usage(f"{where} is a file; a bundle is never changed, import it into a store")
@@ -79,9 +80,39 @@ def writing(where: str, make: bool = False) -> Iterator[SessionStore]:
         yield store
 
 
+class Shared(NamedTuple):
+    """What is said of stores at URLs before a command: whose sessions alone, and where features lie, "none" for nowhere."""
+
+    tenant: str | None = None
+    blobs: str = "database"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"tenant": self.tenant, "blobs": None if self.blobs == "none" else self.blobs}
+
+
+shared = Shared()
+
+
+def say_of_shared(tenant: str | None, blobs: str) -> None:
+    """Have it said for the command that comes."""
+    global shared  # noqa: PLW0603
+    shared = Shared(tenant, blobs)
+
+
 def connected(url: str, *, read_only: bool = False) -> SessionStore:
-    """The store at a URL. Raises NeedsExtra, StoreFailed."""
-    return SessionStore.connect(url, read_only=read_only)
+    """The store at a URL. Raises what connecting raises."""
+    return SessionStore.connect(url, read_only=read_only, **shared.options)
+
+
+@contextmanager
+def backend(url: str) -> Iterator[Backend]:
+    """What a store at a URL lies in, to look at. Raises the same."""
+    found = backend_at(url, replica=None, read_only=True, **shared.options)
+    try:
+        yield found
+    finally:
+        found.close()
 
 
 def damaged_bytes(store: Any) -> int:

@@ -300,7 +300,9 @@ class Killing:
     def __init__(self, batch: int = 2) -> None:
         self._process = in_process(KILLED, str(batch), stdin=subprocess.PIPE)
 
-    def run(self, source: Path, target: Path, step: int = 0, when: str = "never", seconds: float | None = None) -> tuple[int, int]:
+    def run(
+        self, source: Path | str, target: Path | str, step: int = 0, when: str = "never", seconds: float | None = None
+    ) -> tuple[int, int]:
         """The exit code, -9 of one that was killed, and how many nodes it took."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps([str(source), str(target), step, when, seconds]) + "\n")

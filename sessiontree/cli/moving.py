@@ -40,7 +40,7 @@ from sessiontree.node import Namespace
 from sessiontree.render import _count, _listed, _name
 from sessiontree.store import SessionStore
 
-Bundle = Annotated[Path, typer.Argument(metavar="FILE", help="The bundle's file.", show_default=False)]
+Bundle = Annotated[str, typer.Argument(metavar="FILE", help="The bundle's file.", show_default=False)]
 _FIELDS: Final = ", ".join(Namespace._fields)
 
 
@@ -81,7 +81,8 @@ def export(
 
     if sessions and start is not None:
         raise Usage("either sessions are exported, or what stands below --from")
-    if file.exists() and not force:
+    _check_file(file)
+    if os.path.exists(file) and not force:
         raise Usage(f"{file} is there already; --force writes over it")
     with reading(store, lenient) as source, progress("export", as_json) as bar:
         names = sessions_named(source, sessions)
@@ -95,7 +96,7 @@ def export(
     if as_json:
         write_json(facts)
     else:
-        write(f"written to {safe(str(file))}")
+        write(f"written to {safe(file)}")
         write_pairs(flat({"features" if name == "media" else name: value for name, value in facts.items()}), "  ")
         if report.left_out:
             write(f"  not in it, since they cannot be read: {_listed(report.left_out)}")
@@ -127,7 +128,8 @@ def import_(
     """
     from sessiontree.bundles import import_bundle, open_bundle  # noqa: PLC0415
 
-    if not file.is_file():
+    _check_file(file)
+    if not os.path.isfile(file):
         raise NoStore(f"there is no bundle at {file}")
     target = _namespace(namespace)
     if is_url(store) or not os.path.exists(store):
@@ -138,13 +140,19 @@ def import_(
     if as_json:
         write_json(facts)
     else:
-        write(f"imported from {safe(str(file))}")
+        write(f"imported from {safe(file)}")
         named = {"features" if name == "media" else name: value for name, value in facts.items()}
         write_pairs(flat(named | {"ids": list(facts["ids"])}), "  ")
         for head in facts["heads_kept"]:
             name = f"{_name(head['session_id'])}/{_name(head['name'])}"
             write(f"  {name} stays at {head['here'][:8]}; in the bundle it is at {head['bundled'][:8]}")
     return Code.FINE
+
+
+def _check_file(file: str) -> None:
+    """Raises Usage for what names no file."""
+    if is_url(file):
+        raise Usage(f"a bundle is a file; {shown(file)} is none: `sessiontree copy` goes there")
 
 
 def _namespace(fields: list[str] | None) -> Namespace | None:

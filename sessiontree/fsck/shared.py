@@ -193,7 +193,7 @@ def stats_shared(backend: Backend, *, progress: Progress | None = None) -> Stats
         above = session.above(key[1])
         at = session.nodes[key[1]].parent
         depths[key] = (at if at < len(session.path) else depths.get(above, 0)) + 1
-        children[above] += 1
+        children[above if above[1] else (key[0], 0)] += 1  # each session has a root
         if above[0] == key[0]:
             parents.add(above)
     leaves = sound - parents

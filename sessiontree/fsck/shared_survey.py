@@ -28,7 +28,6 @@ R = TypeVar("R", bound=codec.Record)
 Key = tuple[int, int]  # the number of a session, and an ordinal in it; of a root, 0
 
 _TOGETHER: Final = 128  # records that are read together
-_ATTEMPTS: Final = 3  # at a session from which others remove nodes meanwhile
 _FEATURES: Final = re.compile(r"(?:[0-9a-f]{64}/)?([0-9a-f]{64})/(0|[1-9][0-9]*|used)")
 _ALIAS, _HEAD, _PIN, _DROP = b"a", b"h", b"p", b"d"
 
@@ -93,8 +92,8 @@ class SharedSurvey:
         self.unknown = 0  # records of a later version
         self.features: dict[str, dict[str, int]] = {}  # bytes of the blobs of each content
         self.strays: list[str] = []
-        numbers = sorted(backend.sessions.all())
         names = dict(backend.sessions.names())
+        numbers = sorted(backend.sessions.all())
         for done, (number, _) in enumerate(numbers):
             if progress is not None:
                 progress(done, len(numbers) + 1)
@@ -123,14 +122,16 @@ class SharedSurvey:
     # One session
 
     def _session(self, number: int, name: str | None) -> None:
-        for attempt in range(_ATTEMPTS):
+        while True:
             look = self.backend.sessions.look(number)
             if look is None:  # it was removed meanwhile
                 return
             records = dict(self._records(number, look))
-            if None not in records.values() or attempt + 1 == _ATTEMPTS:
+            if None not in records.values():
                 break
-        assert look is not None
+            again = self.backend.sessions.look(number)
+            if again is not None and again.removals == look.removals:  # else some were removed meanwhile
+                break
         session = self._begun(number, name, look)
         self.sessions[number] = session
         for row in look.nodes:
@@ -265,7 +266,7 @@ class SharedSurvey:
         tips = {fork: (session, ordinal) for fork, session, ordinal in self.backend.sessions.tips()}
         for session in self.sessions.values():
             record = session.record
-            if record is None or tips.get(session.number) == record.tip:
+            if record is None or tips.get(session.number) == record.tip or self.backend.sessions.look(session.number) is None:
                 continue
             said = "none" if session.number not in tips else "node {1} of session {0}".format(*tips[session.number])
             is_fork = "no fork" if record.tip is None else "a fork of node {1} of session {0}".format(*record.tip)

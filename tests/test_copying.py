@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -33,7 +34,7 @@ from sessiontree import (
 from sessiontree.backends import segment_log
 from sessiontree.bundles import export_bundle, open_bundle
 from sessiontree.copying import CopyReport, copy_sessions, session_digest
-from tests.command_line import flip, json_of, run, text_of
+from tests.command_line import ROOT, flip, json_of, run, text_of
 from tests.disk import Disk
 from tests.disk_model import DURABILITIES, all_seen, golden, grow, open_on, scheme_of, seen
 from tests.test_store_disk import an_image, append, blob_files, everything, in_process, pixels, say, text_session
@@ -326,7 +327,7 @@ def test_killed_at_each_step_and_started_again_it_goes_on(tmp_path: Path, killin
     with source_of(one, place), chats() as original:
         whole = all_seen(original)
         rounds = 0
-        for step in itertools.count(1, 1 if SOAK or two == "log" else 7):
+        for step in itertools.count(1, 1 if SOAK else 3 if two == "log" else 7):
             code, _ = killing.run(place, target, step, when)
             if code != -signal.SIGKILL:
                 break
@@ -718,3 +719,15 @@ def test_a_report_is_plain(tmp_path: Path) -> None:
     assert isinstance(report, CopyReport)
     facts = json.loads(json.dumps(report.to_dict()))
     assert facts["ok"] and facts["sessions"][0]["session_id"] == "chat" and len(facts["sessions"][0]["source"]) == 64
+
+
+def test_the_page_says_what_is_printed(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith("| `copy` | ") and "`ok`" in line]
+    with SessionStore.open(tmp_path / "source") as store:
+        text_session(store)
+    facts = json_of("copy", tmp_path / "source", tmp_path / "target")
+    assert {key for key in (*facts, *facts["sessions"][0]) if f"`{key}`" not in row} == set()
+    options = set(re.findall(r"(--[a-z]+)", text_of("copy", "--help").partition("Options:")[2])) - {"--help", "--json"}
+    assert options == {"--bundle", "--zstd"} and "`copy FROM TO [SESSION]...`" in page
+    assert all(f"`{option} " in page for option in ("--tenant", "--blobs"))

@@ -42,7 +42,7 @@ from sessiontree.errors import (
     Unsupported,
 )
 from sessiontree.heads import Head
-from sessiontree.index import NodeIndex
+from sessiontree.index import Limits, NodeIndex
 from sessiontree.journal import Journal, Overtaken
 from sessiontree.media import MediaItem
 from sessiontree.node import Namespace, Node
@@ -175,6 +175,21 @@ def export_bundle(
     _check_outside(path)
     left_out: list[str] = []
     snapshots = _snapshots(store, sessions, subtree, left_out)
+    report = _written(store, snapshots, path, subtree=subtree, features=features, compress=compress, progress=progress)
+    return attrs.evolve(report, left_out=tuple(left_out))
+
+
+def _written(
+    store: SessionStore,
+    snapshots: Sequence[_Snapshot],
+    path: str,
+    *,
+    subtree: Node | None = None,
+    features: bool,
+    compress: Literal["zstd"] | None,
+    progress: Progress | None,
+) -> ExportReport:
+    """Write snapshots of sessions to the file of a path that was checked."""
     outline = [
         (
             each.session_id,
@@ -187,11 +202,10 @@ def export_bundle(
     identity = sha256(pack((outline, None if subtree is None else subtree.id, features))).digest()[:16]
     writer = BundleWriter(_SYSTEM, path, identity, compress=compress is not None)
     try:
-        report = _Export(store, snapshots, writer, features, progress).run(path, subtree)
+        return _Export(store, snapshots, writer, features, progress).run(path, subtree)
     except BaseException:
         writer.abandon()
         raise
-    return attrs.evolve(report, left_out=tuple(left_out))
 
 
 def _check_outside(path: str) -> None:
@@ -269,6 +283,14 @@ def _tip_in_memory(lowest: NodeIndex, numbers: Mapping[Any, int], snapshots: Seq
     return None if ordinal is None else (number, ordinal)
 
 
+def _aliases(store: SessionStore, snapshots: Sequence[_Snapshot]) -> dict[tuple[Namespace, str], bytes]:
+    """What aliases name in the namespaces of the sessions."""
+    found = {} if store._journal is None else store._journal.aliases()
+    found.update(store._aliases)
+    scopes = {each.tree.root.namespace for each in snapshots}
+    return {key: identity for key, identity in found.items() if identity is not None and key[0] in scopes}
+
+
 class _Export:
     def __init__(
         self,
@@ -289,16 +311,9 @@ class _Export:
         self._next = 0
         self._pins: list[bytes] = []
         self._heads: list[bytes] = []
-        self._aliases = self._named_media()
+        self._aliases = _aliases(store, snapshots)
         self._items: dict[bytes, MediaItem] = {}  # one of each content
         self._named: set[tuple[Namespace, bytes]] = set()  # identities that stand in sessions of a namespace
-
-    def _named_media(self) -> dict[tuple[Namespace, str], bytes]:
-        """What aliases name in the namespaces of the sessions."""
-        found = {} if self._store._journal is None else self._store._journal.aliases()
-        found.update(self._store._aliases)
-        scopes = {each.tree.root.namespace for each in self._snapshots}
-        return {key: identity for key, identity in found.items() if identity is not None and key[0] in scopes}
 
     def run(self, path: str, subtree: Node | None) -> ExportReport:
         for number, snapshot in enumerate(self._snapshots):
@@ -701,12 +716,8 @@ class _Import:
                 max_tokens=record.limits.max_tokens,
                 reserve_output=record.limits.reserve_output,
             )
-        while True:
-            source = store.get(contents.sessions[record.tip[0]].session_id)
-            tree, drops = source._seen()
-            node = tree.node(self._id(tip))
-            with suppress(Overtaken):  # something was dropped: perhaps this node
-                return store._fork(source, tree, node, record.session_id, tree._over_path(node, record.limits), drops)
+        source = contents.sessions[record.tip[0]].session_id
+        return _forked(store, source, self._id(tip), record.session_id, record.limits)
 
     def _turn(self, place: int) -> tuple[bytes, Turn, Details]:
         """A node that was checked, as it is to be taken: its parent's id, and what it is."""
@@ -739,6 +750,16 @@ class _Import:
             count, kept = self._store.get(session_id)._swap(lambda tree: _moved(tree, wanted))
         self._set += count
         self._kept += [HeadKept(session_id, *each) for each in kept]
+
+
+def _forked(store: SessionStore, source_id: str, node_id: bytes, session_id: str, limits: Limits) -> Session:
+    """A new session over the path of a node of another. Raises UnknownNode, SessionExists."""
+    while True:
+        source = store.get(source_id)
+        tree, drops = source._seen()
+        node = tree.node(node_id)
+        with suppress(Overtaken):  # something was dropped: perhaps this node
+            return store._fork(source, tree, node, session_id, tree._over_path(node, limits), drops)
 
 
 def _moved(

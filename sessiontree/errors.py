@@ -24,6 +24,7 @@ __all__ = [
     "OutOfRange",
     "PositionError",
     "PositionLimitExceeded",
+    "SessionDiffers",
     "SessionExists",
     "SessionTreeError",
     "StaleSession",
@@ -84,6 +85,12 @@ class UnknownScheme(SessionTreeError):
 
 class SessionExists(SessionTreeError):
     """An open session has this id already."""
+
+    session_id: str
+
+
+class SessionDiffers(SessionTreeError):
+    """A session was to be copied to where there is one of its id that is no earlier state of it."""
 
     session_id: str
 

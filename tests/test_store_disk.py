@@ -92,11 +92,12 @@ ROOT = Path(__file__).parents[1]
 durabilities = pytest.mark.parametrize("durability", DURABILITIES)
 
 
-def in_process(code: str, *given: str) -> subprocess.Popen[str]:
+def in_process(code: str, *given: str, **options: Any) -> subprocess.Popen[str]:
     """Another Python, in which the tests' own modules are there."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-c", code, *given], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+        [sys.executable, "-c", code, *given],
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment, "cwd": ROOT, **options},
     )
 
 

@@ -9,7 +9,8 @@ from typer.core import TyperGroup
 
 from sessiontree import __version__
 from sessiontree.cli import drawing, health, moving, reading, running
-from sessiontree.cli.output import command, write_json
+from sessiontree.cli.output import command, without_passwords, write_json
+from sessiontree.cli.source import say_of_shared
 
 _EXIT_CODES: Final = (
     "Exit codes: 0 fine; 1 something was found: a difference, damage, what cannot be run again; 2 asked wrongly, or nothing of "
@@ -28,6 +29,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except _UsageError as error:
+            error.message = without_passwords(error.message)
             if wants_json:
                 write_json({"error": {"type": "Usage", "message": error.format_message()}})
             raise
@@ -51,14 +53,27 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def sessiontree(
+    tenant: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Of a store at a URL: see that tenant's sessions alone.", envvar="SESSIONTREE_TENANT"),
+    ] = None,
+    blobs: Annotated[
+        str,
+        typer.Option(
+            metavar="WHERE",
+            help="Of a store at a URL: where features of media lie, database, s3://BUCKET/PREFIX or none.",
+            envvar="SESSIONTREE_BLOBS",
+        ),
+    ] = "database",
     version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)] = False,
 ) -> None:
     """Look at stores of sessions and at bundles, and keep them healthy.
 
-    STORE is a directory that a SessionStore was opened in, or, where nothing is changed, a bundle's file. A place in it is
-    SESSION/NODE, SESSION or NODE: sessions by id, nodes by head or id, ids also by their beginning. Commands that only look may
-    be used while another process writes to the store.
+    STORE is a directory that a SessionStore was opened in, a postgresql:// URL, or, where nothing is changed, a bundle's file. A
+    place in it is SESSION/NODE, SESSION or NODE: sessions by id, nodes by head or id, ids also by their beginning. Commands that
+    only look may be used while another process writes to the store.
     """
+    say_of_shared(tenant, blobs)
 
 
 for _name, _run in (
@@ -72,6 +87,7 @@ for _name, _run in (
     ("fsck", health.fsck),
     ("export", moving.export),
     ("import", moving.import_),
+    ("copy", moving.copy),
     ("pin", health.pin),
     ("unpin", health.unpin),
     ("drop", health.drop),

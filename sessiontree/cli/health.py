@@ -11,8 +11,21 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from sessiontree.cli.output import Code, Usage, flat, progress, report_facts, safe, styled, write, write_json, write_pairs
-from sessiontree.cli.source import Json, Place, Store, check_store, complete_place, find_place, session_named, writing
+from sessiontree.cli.output import (
+    Code,
+    Usage,
+    flat,
+    is_url,
+    progress,
+    report_facts,
+    safe,
+    shown,
+    styled,
+    write,
+    write_json,
+    write_pairs,
+)
+from sessiontree.cli.source import Json, Place, Store, backend, check_store, complete_place, find_place, session_named, writing
 from sessiontree.errors import NodeHeld
 from sessiontree.render import _count, _listed, _name
 from sessiontree.store import Session, SessionStore
@@ -40,17 +53,24 @@ def fsck(
     it from a write that was cut short. Exit code 1: something is damaged.
     """
     from sessiontree.fsck import fsck as checked  # noqa: PLC0415
+    from sessiontree.fsck import fsck_shared  # noqa: PLC0415
     from sessiontree.fsck import salvage as saved  # noqa: PLC0415
 
-    check_store(store)
     rescue = None
-    with progress("fsck" if salvage is None else "salvage", as_json) as bar:
-        if salvage is None:
-            report = checked(store, progress=bar)
-        else:
-            rescued = saved(store, salvage, progress=bar)
-            report, rescue = rescued.report, report_facts(rescued)
-            del rescue["report"]
+    if is_url(store):
+        if salvage is not None:
+            raise Usage("--salvage is for a store's directory; `sessiontree copy` takes sessions that are sound out of this one")
+        with backend(store) as found, progress("fsck", as_json) as bar:
+            report = fsck_shared(found, progress=bar)
+    else:
+        check_store(store)
+        with progress("fsck" if salvage is None else "salvage", as_json) as bar:
+            if salvage is None:
+                report = checked(store, progress=bar)
+            else:
+                rescued = saved(store, salvage, progress=bar)
+                report, rescue = rescued.report, report_facts(rescued)
+                del rescue["report"]
     facts = report_facts(report)
     if as_json:
         write_json(facts | {"salvage": rescue})
@@ -60,7 +80,7 @@ def fsck(
     if rescue is not None:
         write(f"what is sound was written to {safe(str(salvage))}")
         _write_report(rescue, "  ")
-    elif not report.ok:
+    elif not report.ok and not is_url(store):
         write("--salvage NEW writes what is sound to a new store.")
     return Code.FINE if report.ok else Code.FOUND
 
@@ -111,9 +131,14 @@ def stats(store: Store, as_json: Json = False) -> int:
     Bytes by kind, live and dead, how much is shared, how deep and wide sessions are.
     """
     from sessiontree.fsck import stats as counted  # noqa: PLC0415
+    from sessiontree.fsck import stats_shared  # noqa: PLC0415
 
-    check_store(store)
-    facts = report_facts(counted(store))
+    if is_url(store):
+        with backend(store) as found:
+            facts = report_facts(stats_shared(found))
+    else:
+        check_store(store)
+        facts = report_facts(counted(store))
     if as_json:
         write_json(facts)
     else:
@@ -205,7 +230,7 @@ def drop(
 
 
 @contextmanager
-def _remedied(store: Path, session: Session) -> Iterator[None]:
+def _remedied(store: str, session: Session) -> Iterator[None]:
     """Have a refusal say where the holder is, and what removes it."""
     try:
         yield
@@ -215,7 +240,8 @@ def _remedied(store: Path, session: Session) -> Iterator[None]:
         what = f"nothing is dropped: {error.holder} of session {session.id!r} holds it{node}"
         held = NodeHeld(what, node=error.node, holder=error.holder)
         at = shlex.quote(f"{session.id}/{ast.literal_eval(name) if kind == 'head' else name}")
-        remedies = {"head": f"drop --head {shlex.quote(str(store))} {at}", "pin": f"unpin {shlex.quote(str(store))} {at}"}
+        where = shlex.quote(shown(store))
+        remedies = {"head": f"drop --head {where} {at}", "pin": f"unpin {where} {at}"}
         if kind in remedies:
             held.candidates = (f"`sessiontree {remedies[kind]}` lets go of it.",)  # type: ignore[attr-defined]
         raise held from error

@@ -1,13 +1,30 @@
-"""Bundles: ``export`` and ``import``."""
+"""Sessions that go elsewhere: ``copy``, and bundles by ``export`` and ``import``."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from sessiontree.cli.output import Code, NoStore, Usage, flat, progress, report_facts, safe, write, write_json, write_pairs
+from sessiontree.cli.output import (
+    Code,
+    NoStore,
+    Usage,
+    flat,
+    is_url,
+    progress,
+    report_facts,
+    safe,
+    shown,
+    styled,
+    write,
+    write_json,
+    write_pairs,
+)
 from sessiontree.cli.source import (
     Json,
     Lenient,
@@ -16,13 +33,14 @@ from sessiontree.cli.source import (
     complete_session,
     find_place,
     reading,
-    session_named,
+    sessions_named,
     writing,
 )
 from sessiontree.node import Namespace
-from sessiontree.render import _listed, _name
+from sessiontree.render import _count, _listed, _name
+from sessiontree.store import SessionStore
 
-Bundle = Annotated[Path, typer.Argument(metavar="FILE", help="The bundle's file.", show_default=False)]
+Bundle = Annotated[str, typer.Argument(metavar="FILE", help="The bundle's file.", show_default=False)]
 _FIELDS: Final = ", ".join(Namespace._fields)
 
 
@@ -33,7 +51,7 @@ def export(
         list[str] | None,
         typer.Argument(
             metavar="SESSION...",
-            help="Sessions to export; all, if none is named.",
+            help="Sessions to export, by id, the beginning of one, or a pattern with * and ?; all, if none is named.",
             autocompletion=complete_session,
             show_default=False,
         ),
@@ -63,10 +81,11 @@ def export(
 
     if sessions and start is not None:
         raise Usage("either sessions are exported, or what stands below --from")
-    if file.exists() and not force:
+    _check_file(file)
+    if os.path.exists(file) and not force:
         raise Usage(f"{file} is there already; --force writes over it")
     with reading(store, lenient) as source, progress("export", as_json) as bar:
-        names = [session_named(source, name).id for name in sessions] if sessions else None
+        names = sessions_named(source, sessions)
         subtree = None
         if start is not None:
             session, subtree = find_place(source, start)
@@ -77,7 +96,7 @@ def export(
     if as_json:
         write_json(facts)
     else:
-        write(f"written to {safe(str(file))}")
+        write(f"written to {safe(file)}")
         write_pairs(flat({"features" if name == "media" else name: value for name, value in facts.items()}), "  ")
         if report.left_out:
             write(f"  not in it, since they cannot be read: {_listed(report.left_out)}")
@@ -85,7 +104,12 @@ def export(
 
 
 def import_(
-    store: Annotated[Path, typer.Argument(metavar="STORE", help="A store's directory; made if there is none.", show_default=False)],
+    store: Annotated[
+        str,
+        typer.Argument(
+            metavar="STORE", help="A store's directory, made if there is none, or a postgresql:// URL.", show_default=False
+        ),
+    ],
     file: Bundle,
     namespace: Annotated[
         list[str] | None,
@@ -104,10 +128,11 @@ def import_(
     """
     from sessiontree.bundles import import_bundle, open_bundle  # noqa: PLC0415
 
-    if not file.is_file():
+    _check_file(file)
+    if not os.path.isfile(file):
         raise NoStore(f"there is no bundle at {file}")
     target = _namespace(namespace)
-    if not store.exists():
+    if is_url(store) or not os.path.exists(store):
         open_bundle(file).close()  # before anything is made for it
     with writing(store, make=True) as opened, progress("import", as_json) as bar:
         report = import_bundle(opened, file, namespace=target, progress=bar)
@@ -115,13 +140,19 @@ def import_(
     if as_json:
         write_json(facts)
     else:
-        write(f"imported from {safe(str(file))}")
+        write(f"imported from {safe(file)}")
         named = {"features" if name == "media" else name: value for name, value in facts.items()}
         write_pairs(flat(named | {"ids": list(facts["ids"])}), "  ")
         for head in facts["heads_kept"]:
             name = f"{_name(head['session_id'])}/{_name(head['name'])}"
             write(f"  {name} stays at {head['here'][:8]}; in the bundle it is at {head['bundled'][:8]}")
     return Code.FINE
+
+
+def _check_file(file: str) -> None:
+    """Raises Usage for what names no file."""
+    if is_url(file):
+        raise Usage(f"a bundle is a file; {shown(file)} is none: `sessiontree copy` goes there")
 
 
 def _namespace(fields: list[str] | None) -> Namespace | None:
@@ -132,3 +163,78 @@ def _namespace(fields: list[str] | None) -> Namespace | None:
         if not equals or name not in Namespace._fields:
             raise Usage(f"--namespace takes FIELD=VALUE with one of {_FIELDS}, not {name!r}")
     return Namespace.of({name: value or None for name, _, value in pairs})
+
+
+def copy(
+    store: Annotated[
+        str,
+        typer.Argument(metavar="FROM", help="A store's directory, a postgresql:// URL, or a bundle's file.", show_default=False),
+    ],
+    target: Annotated[
+        str,
+        typer.Argument(metavar="TO", help="The same. What is not there is made: a store, or a bundle.", show_default=False),
+    ],
+    sessions: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SESSION...",
+            help="Sessions to copy, by id, the beginning of one, or a pattern with * and ?; all, if none is named.",
+            autocompletion=complete_session,
+            show_default=False,
+        ),
+    ] = None,
+    bundle: Annotated[
+        bool, typer.Option("--bundle", help="If TO is not there, make it a bundle, as is done where its name ends in .bundle.")
+    ] = False,
+    zstd: Annotated[bool, typer.Option("--zstd", help="Compress the bundle.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Bring sessions from one store to another.
+
+    With heads, pins, forks, features and aliases of their media. What was begun goes on: sessions that TO has are left alone if
+    they are equal, get what they lack if they are an earlier state, and are refused if they are anything else. In the end both
+    sides are read and the digests of each session compared. Exit code 1: they differ, or are refused.
+    """
+    from sessiontree.copying import copy_sessions  # noqa: PLC0415
+
+    if _same(store, target):
+        raise Usage("FROM and TO are the same")
+    with reading(store) as source:
+        names = sessions_named(source, sessions)
+        with _opened(target, bundle=bundle or zstd) as there, progress("copy", as_json) as bar:
+            report = copy_sessions(source, there, names, compress="zstd" if zstd else None, progress=bar)
+    facts = report_facts(report)
+    if as_json:
+        write_json({"from": shown(store), "to": shown(target)} | facts)
+        return Code.FINE if report.ok else Code.FOUND
+    for each in facts["sessions"]:
+        write(_copied(each))
+    write_pairs(flat({"sessions": facts["sessions"], "features": report.features, "aliases": report.aliases}))
+    if report.absent:
+        write(styled(f"✗ features of {_count(report.absent, 'item')} are in {safe(shown(store))} alone", fg="red"))
+    write(styled("both sides are equal", fg="green") if report.ok else styled("THEY DIFFER", fg="red", bold=True))
+    return Code.FINE if report.ok else Code.FOUND
+
+
+def _copied(facts: dict[str, Any]) -> str:
+    """What became of a session, in a line."""
+    line = f"{_name(facts['session_id'])}  {_count(facts['nodes'], 'node')}, {facts['added']:,} new, "
+    if facts["equal"]:
+        return f"{line}{facts['source'][:16]}"
+    return styled("✗ ", fg="red") + f"{line}{facts['source'][:16]} here, {facts['target'][:16] or 'nothing'} there"
+
+
+def _same(one: str, other: str) -> bool:
+    if is_url(one) or is_url(other):
+        return one == other
+    return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
+
+
+@contextmanager
+def _opened(target: str, *, bundle: bool) -> Iterator[SessionStore | Path]:
+    """A store to copy to, or a bundle's path."""
+    if is_url(target) or os.path.isdir(target) or not (bundle or target.endswith(".bundle") or os.path.exists(target)):
+        with writing(target, make=True) as store:
+            yield store
+    else:
+        yield Path(target)

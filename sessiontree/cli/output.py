@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +24,15 @@ import numpy as np
 import typer
 
 from sessiontree.backends.base import Progress
-from sessiontree.errors import CorruptTree, IncompatibleStore, NeedsExtra, SessionTreeError, StoreFailed, StoreLocked
+from sessiontree.errors import (
+    CorruptTree,
+    IncompatibleStore,
+    NeedsExtra,
+    SessionDiffers,
+    SessionTreeError,
+    StoreFailed,
+    StoreLocked,
+)
 
 
 class Code(IntEnum):
@@ -53,6 +62,7 @@ class NoStore(SessionTreeError):
 
 _CODES: Final[tuple[tuple[type[BaseException], Code], ...]] = (  # the first that fits
     (NoStore, Code.NO_STORE),
+    (SessionDiffers, Code.FOUND),
     (StoreLocked, Code.LOCKED),
     (CorruptTree, Code.CORRUPT),
     (IncompatibleStore, Code.INCOMPATIBLE),
@@ -61,6 +71,9 @@ _CODES: Final[tuple[tuple[type[BaseException], Code], ...]] = (  # the first tha
     (OSError, Code.FAILED),
     (SessionTreeError, Code.USAGE),
 )
+
+
+_URL: Final = re.compile(r"postgres(?:ql)?://[^\s'\"`]*")
 
 
 # --- ends -------------------------------------------------------------------------------------------------------------
@@ -116,7 +129,7 @@ def _failed(error: SessionTreeError | OSError, options: Mapping[str, Any]) -> Co
     if options.get("as_json") and not getattr(error, "told", False):
         write_json({"error": _error(error)})
     sys.stdout.flush()
-    print(f"sessiontree: {safe(str(error))}", file=sys.stderr)
+    print(f"sessiontree: {safe(without_passwords(str(error)))}", file=sys.stderr)
     for candidate in getattr(error, "candidates", ()):
         print(f"  {safe(candidate)}", file=sys.stderr)
     return code
@@ -137,7 +150,7 @@ def _remedies(code: Code, options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _error(error: BaseException) -> dict[str, Any]:
-    facts: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
+    facts: dict[str, Any] = {"type": type(error).__name__, "message": without_passwords(str(error))}
     if candidates := getattr(error, "candidates", ()):
         facts["candidates"] = list(candidates)
     return facts
@@ -177,6 +190,26 @@ def stream_json(facts: Mapping[str, Any], key: str, entries: Iterable[Mapping[st
         error.told = True  # type: ignore[attr-defined]
         raise
     sys.stdout.write("\n]}\n")
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+def is_url(where: str) -> bool:
+    """Whether it names a store that many processes write to."""
+    return _URL.match(where) is not None
+
+
+def shown(where: str) -> str:
+    """A place to be told of: of a URL neither the password nor the parameters, which may hold one."""
+    if not is_url(where):
+        return where
+    scheme, _, rest = where.partition("://")
+    credentials, at, host = rest.rpartition("@")
+    return f"{scheme}://{credentials.partition(':')[0]}{at}{host.partition('?')[0]}"
+
+
+def without_passwords(text: str) -> str:
+    """A message in which every URL is as :func:`shown`."""
+    return _URL.sub(lambda found: shown(found.group()), text)
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import islice
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -14,7 +13,7 @@ import typer
 
 from sessiontree import query
 from sessiontree.cli.facts import Marks, item_facts, namespace_facts, node_facts, node_line, number, span_facts
-from sessiontree.cli.output import Code, plain, safe, stream_json, styled, write, write_json, write_pairs
+from sessiontree.cli.output import Code, plain, safe, shown, stream_json, styled, write, write_json, write_pairs
 from sessiontree.cli.shape import Shape
 from sessiontree.cli.source import (
     Json,
@@ -61,7 +60,7 @@ def ls(store: Source, lenient: Lenient = False, as_json: Json = False) -> int:
         if as_json:
             lost = source.damaged_sessions
             entries = (_session_facts(session_id, session) for session_id, session in listed())
-            stream_json({"path": str(store), "damaged": len(lost), "damaged_bytes": damaged_bytes(source)}, "sessions", entries)
+            stream_json({"path": shown(store), "damaged": len(lost), "damaged_bytes": damaged_bytes(source)}, "sessions", entries)
         else:
             for session_id, session in listed():
                 write(_session_line(session_id, session, bool(source.losses)))
@@ -259,7 +258,7 @@ def diff(
     ],
     two: Annotated[str, typer.Argument(metavar="B", help="Another one.", autocompletion=complete_place, show_default=False)],
     other: Annotated[
-        Path | None,
+        str | None,
         typer.Option("--in", metavar="STORE", help="The store or bundle that B is in, if it is another.", show_default=False),
     ] = None,
     tokenizer: Tokenizer = None,

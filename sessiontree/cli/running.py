@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from sessiontree.cli.facts import item_facts, number, span_facts
-from sessiontree.cli.output import Code, plain, safe, stream_json, styled, write
+from sessiontree.cli.output import Code, plain, safe, shown, stream_json, styled, write
 from sessiontree.cli.source import Json, Lenient, OneSession, Source, Tokenizer, reading, session_named
 from sessiontree.cli.words import Words, words
 from sessiontree.errors import CorruptTree
@@ -48,7 +48,7 @@ def replay(
                 yield step
 
         if as_json:
-            stream_json({"path": str(store)}, "steps", (_facts(step, held.problem(step), inputs, text) for step in counted()))
+            stream_json({"path": shown(store)}, "steps", (_facts(step, held.problem(step), inputs, text) for step in counted()))
         else:
             for step in counted():
                 write(_line(step, held.problem(step), text))

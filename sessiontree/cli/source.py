@@ -7,6 +7,7 @@ with a list of them.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 from collections.abc import Iterator
@@ -16,12 +17,13 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
-from sessiontree.cli.output import NoStore, Usage, styled, write
+from sessiontree.backends.shared import Backend
+from sessiontree.cli.output import NoStore, Usage, is_url, styled, write
 from sessiontree.cli.shape import Shape
 from sessiontree.errors import CorruptTree, IncompatibleStore
 from sessiontree.node import Node
 from sessiontree.render import _facts
-from sessiontree.store import Session, SessionStore
+from sessiontree.store import Session, SessionStore, backend_at
 
 _HEX: Final = re.compile(r"[0-9a-fA-F]{1,64}")
 _COMPLETED: Final = re.compile(r"[A-Za-z0-9_.,@%+=/-]+")  # what no shell reads anything into
@@ -31,18 +33,23 @@ BUNDLE: Final = b"sessiontree bundle "
 
 # --- stores and bundles -----------------------------------------------------------------------------------------------
 @contextmanager
-def reading(path: Path, lenient: bool = False) -> Iterator[Any]:
+def reading(where: str, lenient: bool = False) -> Iterator[Any]:
     """A store or bundle to look at: a store as whoever writes to it has it now, without getting in the way.
 
     ``lenient``: what is sound of a damaged store. Raises NoStore, IncompatibleStore, CorruptTree, StoreFailed.
     """
+    if is_url(where):
+        with connected(where, read_only=True) as found:
+            yield found
+        return
+    path = Path(where)
     if path.is_file():
         from sessiontree.bundles import open_bundle  # noqa: PLC0415
 
         with open_bundle(path) as bundle:
             yield bundle
         return
-    check_store(path)
+    check_store(where)
     with SessionStore.open(path, read_only=True, strict=not lenient) as store:
         yield store
 
@@ -59,14 +66,53 @@ def each_session(store: Any, lenient: bool) -> Iterator[tuple[str, Session | Cor
 
 
 @contextmanager
-def writing(path: Path, make: bool = False) -> Iterator[SessionStore]:
+def writing(where: str, make: bool = False) -> Iterator[SessionStore]:
     """A store to change. ``make``: it may be a new one. Raises NoStore, StoreLocked and what opening raises."""
-    if path.is_file():
-        raise Usage(f"{path} is a file; a bundle is never changed, import it into a store")
+    if is_url(where):
+        with connected(where) as found:
+            yield found
+        return
+    if os.path.isfile(where):
+        raise Usage(f"{where} is a file; a bundle is never changed, import it into a store")
     if not make:
-        check_store(path)
-    with SessionStore.open(path, durability="commit") as store:
+        check_store(where)
+    with SessionStore.open(where, durability="commit") as store:
         yield store
+
+
+class Shared(NamedTuple):
+    """What is said of stores at URLs before a command: whose sessions alone, and where features lie, "none" for nowhere."""
+
+    tenant: str | None = None
+    blobs: str = "database"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"tenant": self.tenant, "blobs": None if self.blobs == "none" else self.blobs}
+
+
+shared = Shared()
+
+
+def say_of_shared(tenant: str | None, blobs: str) -> None:
+    """Have it said for the command that comes."""
+    global shared  # noqa: PLW0603
+    shared = Shared(tenant, blobs)
+
+
+def connected(url: str, *, read_only: bool = False) -> SessionStore:
+    """The store at a URL. Raises what connecting raises."""
+    return SessionStore.connect(url, read_only=read_only, **shared.options)
+
+
+@contextmanager
+def backend(url: str) -> Iterator[Backend]:
+    """What a store at a URL lies in, to look at. Raises the same."""
+    found = backend_at(url, replica=None, read_only=True, **shared.options)
+    try:
+        yield found
+    finally:
+        found.close()
 
 
 def damaged_bytes(store: Any) -> int:
@@ -81,8 +127,9 @@ def write_losses(store: Any) -> None:
         write(styled(f"✗ {what}", fg="red"))
 
 
-def check_store(path: Path) -> None:
-    """Raises NoStore where nobody ever wrote one."""
+def check_store(where: str) -> None:
+    """Raises NoStore where nobody ever wrote a store's directory."""
+    path = Path(where)
     if not path.exists():
         raise NoStore(f"there is nothing at {path}")
     if path.is_file():
@@ -120,6 +167,25 @@ def session_named(store: Any, text: str | None) -> Session:
     if len(found) > 1:
         raise _ambiguous(f"session {text!r} may be any of", found)
     return _got(store, found[0])
+
+
+def sessions_named(store: Any, texts: list[str] | None) -> list[str] | None:
+    """Ids of the sessions that some texts name: by id, by the beginning of one, or by a pattern with * ? []. None: of all.
+
+    Raises Usage, also for a pattern that fits none.
+    """
+    if not texts:
+        return None
+    ids, found = store.sessions(), []
+    for text in texts:
+        if text not in ids and any(each in text for each in "*?["):
+            matching = fnmatch.filter(ids, text)
+            if not matching:
+                raise Usage(f"no session is like {text!r}; `sessiontree ls` lists them")
+            found += matching
+        else:
+            found.append(session_named(store, text).id)
+    return list(dict.fromkeys(found))
 
 
 def _got(store: Any, session_id: str) -> Session:
@@ -288,15 +354,18 @@ def _given(context: typer.Context, name: str, at: int) -> Any:
 
 def _completions(context: typer.Context, offered: Any, incomplete: str) -> list[str]:
     try:
-        with reading(Path(os.path.expanduser(_given(context, "store", 0)))) as store:
+        with reading(os.path.expanduser(_given(context, "store", 0))) as store:
             return [each for each in dict.fromkeys(offered(store)) if each.startswith(incomplete) and _COMPLETED.fullmatch(each)]
     except Exception:  # a shell that completes is no place for errors
         return []
 
 
 # --- arguments that several commands take -----------------------------------------------------------------------------
-Source = Annotated[Path, typer.Argument(metavar="STORE", help="A store's directory, or a bundle's file.", show_default=False)]
-Store = Annotated[Path, typer.Argument(metavar="STORE", help="A store's directory.", show_default=False)]
+Source = Annotated[
+    str,
+    typer.Argument(metavar="STORE", help="A store's directory, a postgresql:// URL, or a bundle's file.", show_default=False),
+]
+Store = Annotated[str, typer.Argument(metavar="STORE", help="A store's directory, or a postgresql:// URL.", show_default=False)]
 OneSession = Annotated[
     str | None,
     typer.Argument(

@@ -1,0 +1,508 @@
+"""Sessions from one store to another, or to a bundle: :func:`copy_sessions`.
+
+What is copied is each session as it was at one moment: nodes in commit order, heads, pins, aliases of its media and their features.
+A fork shares its path there too where what it was forked from is copied with it. Whatever is there already has to be an earlier
+state of the same session, so a copy goes on where one ended that was killed, and nothing that is there is ever taken away.
+
+In the end both sides are read and compared, session by session: see :func:`session_digest`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
+from typing import Any, Final, Literal, NamedTuple
+
+import attrs
+
+from sessiontree import codec
+from sessiontree.backends.base import Progress
+from sessiontree.backends.blobs import content_digest
+from sessiontree.bundles import _aliases, _check_outside, _forked, _Snapshot, _snapshots, _written, open_bundle
+from sessiontree.details import Details
+from sessiontree.digest import pack
+from sessiontree.errors import CorruptTree, KeyTaken, SessionDiffers, Unsupported
+from sessiontree.heads import Head
+from sessiontree.index import NodeIndex
+from sessiontree.media import MediaItem
+from sessiontree.node import Namespace, Node
+from sessiontree.store import Session, SessionStore
+from sessiontree.stored import StoredHead, StoredIndex
+from sessiontree.tree import SessionTree
+from sessiontree.turns import Turn
+
+__all__ = ["CopyReport", "SessionCopy", "copy_sessions", "session_digest"]
+
+_BATCH: Final = 1000  # nodes that become durable together
+_BATCH_BYTES: Final = 2**20
+_TOGETHER: Final = 256  # nodes that are read together
+_HELD: Final = 2**28  # bytes of copied sessions that stay in memory
+_LOOK: Final = 2**26  # bytes copied before somebody looks how many those are
+
+
+@attrs.frozen
+class SessionCopy:
+    """What became of a session. ``nodes``: of its tree, the root not counted; ``added``: those of them that were not there.
+
+    ``source``, ``target``: digests of either side, read in the end.
+    """
+
+    session_id: str
+    nodes: int
+    added: int
+    source: bytes
+    target: bytes
+
+    @property
+    def equal(self) -> bool:
+        """Whether both sides are the same."""
+        return self.source == self.target
+
+
+@attrs.frozen
+class CopyReport:
+    """What a copy did. ``features``: contents whose features came; ``absent``: whose features only the source has in the end.
+
+    ``aliases``: that came or were there.
+    """
+
+    sessions: tuple[SessionCopy, ...]
+    features: int
+    aliases: int
+    absent: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether both sides are the same."""
+        return not self.absent and all(each.equal for each in self.sessions)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same in plain types, digests in hexadecimal."""
+        sessions = [
+            attrs.asdict(each) | {"source": each.source.hex(), "target": each.target.hex(), "equal": each.equal}
+            for each in self.sessions
+        ]
+        return {"ok": self.ok} | attrs.asdict(self, recurse=False) | {"sessions": sessions}
+
+
+def copy_sessions(
+    source: SessionStore,
+    target: SessionStore | str | os.PathLike[str],
+    sessions: Iterable[str] | None = None,
+    *,
+    compress: Literal["zstd"] | None = None,
+    progress: Progress | None = None,
+) -> CopyReport:
+    """Bring sessions of one store to where ``target`` is: another store, or the path of a bundle.
+
+    ``sessions``: ids; None: all. A session that is there with the same content is left as it is; one that is an earlier state of it
+    gets what it lacks, heads last; one that is there with anything else is an error, and nothing has changed then. A bundle is
+    written as a whole, unless it holds all of that already; ``compress``: a bundle, by "zstd". ``progress``: is told of nodes
+    looked at, and how many there are on both sides. What has returned is durable.
+
+    Raises SessionDiffers for another root or limits, nodes, heads or pins that the source has not, or a head that was moved there;
+    KeyTaken for an alias that names other media there; UnknownSession; CorruptTree for a source that was opened damaged, or a node
+    that cannot be read; Unsupported for a bundle that holds other sessions too; and what writing raises. Killed or refused half-way
+    it has added whole nodes under their parents: do it again, and it goes on.
+    """
+    if isinstance(sessions, (str, bytes)):
+        raise TypeError(f"sessions are a list of ids, not {type(sessions).__name__}")
+    if source is target:
+        raise Unsupported("sessions are copied to another store than their own")
+    if source.damaged:
+        raise CorruptTree(f"{source!r} is damaged in {len(source.damaged)} places; fsck and salvage, or export, save what is sound")
+    source.flush()
+    snapshots = _snapshots(source, source.sessions() if sessions is None else tuple(sessions), None, [])
+    if isinstance(target, SessionStore):
+        if compress is not None:
+            raise Unsupported("a bundle is compressed; a store is not")
+        return _Copy(source, target, snapshots, progress).run()
+    return _to_bundle(source, os.path.abspath(target), snapshots, compress, progress)
+
+
+def session_digest(session: Session) -> bytes:
+    """32 bytes that are equal for two sessions of the same content, wherever they lie. Reads every node. Raises CorruptTree.
+
+    Of the root and the limits, all nodes in commit order with what stands outside their ids (finish reasons, metadata, links),
+    heads with the nodes they are at, and pins. Not of versions of heads, nor of whether a path is shared.
+    """
+    tree = session._tree
+    digest = _Digest(tree)
+    for above, record in _records(tree):
+        digest.add(above, record)
+    return digest.finished(tree, session.pins)
+
+
+class _Digest:
+    def __init__(self, tree: SessionTree) -> None:
+        self._sum = sha256(b"sessiontree session\0" + pack([tree.root.id, *tree.limits]))
+
+    def add(self, above: bytes, record: bytes) -> None:
+        """A node, by its parent's id and its record. Where it stands is said by the order."""
+        self._sum.update(len(record).to_bytes(8, "little"))
+        self._sum.update(above)
+        self._sum.update(record)
+
+    def finished(self, tree: SessionTree, pins: Collection[bytes]) -> bytes:
+        heads = sorted((name, node_id) for name, (node_id, _) in _heads(tree).items())
+        self._sum.update(pack([heads, sorted(pins)]))
+        return self._sum.digest()
+
+
+def _record_of(node: Node) -> tuple[bytes, bytes]:
+    """The id of a node's parent, and its record as the only node of a session."""
+    assert node.parent is not None
+    return node.parent.id, codec.encode_node(0, 1, 0, node)
+
+
+def _records(tree: SessionTree) -> Iterator[tuple[bytes, bytes]]:
+    """The same of all nodes in commit order, as they lie in a store: none is made for that."""
+    yield from map(_record_of, _shared_path(tree)[1:])
+    for index, batch in _batches(tree):
+        if isinstance(index, StoredIndex):
+            source = index.source
+            for ordinal in batch:
+                if ordinal:
+                    yield index.id_of(source.parent_of(ordinal)), codec.renumbered(source.raw(ordinal), 0, 1, 0)
+        else:
+            yield from (_record_of(index.nodes[ordinal - index.base_count]) for ordinal in batch if ordinal)
+
+
+def _nodes(tree: SessionTree) -> Iterator[Node]:
+    """All nodes in commit order, the root first."""
+    yield from _shared_path(tree)
+    for index, batch in _batches(tree):
+        yield from (index.nodes[ordinal - index.base_count] for ordinal in batch)
+
+
+def _ids(tree: SessionTree) -> Iterator[bytes]:
+    """Their ids. Nodes that lie in a store are not read for it, but those that a fork shares."""
+    yield from (node.id for node in _shared_path(tree))
+    for index, batch in _batches(tree, read=False):
+        yield from map(index.id_of, batch)
+
+
+def _shared_path(tree: SessionTree) -> tuple[Node, ...]:
+    """Of a fork, the nodes that it has from where it was forked, from the root on."""
+    tip = tree._index.bottom.tip
+    return () if tip is None else tip.path()
+
+
+def _batches(tree: SessionTree, *, read: bool = True) -> Iterator[tuple[NodeIndex, Sequence[int]]]:
+    """The layers of a tree, the lowest first, with ordinals of the nodes in them: as many as are read together."""
+    for index, visible in tree._index.layers_upward(tree._count):
+        for start in range(index.base_count, visible, _TOGETHER):
+            batch: Sequence[int] = range(start, min(start + _TOGETHER, visible))
+            if isinstance(index, StoredIndex):
+                batch = [ordinal for ordinal in batch if index.source.has(ordinal)]
+                if read:
+                    index.source.read_ahead([ordinal for ordinal in batch if ordinal])
+            yield index, batch
+
+
+def _heads(tree: SessionTree) -> dict[str, tuple[bytes, int]]:
+    """Of each head the id of its node, which is not read for that, and its version."""
+    return {
+        name: (tree._index.id_of(head.ordinal) if isinstance(head, StoredHead) else head.node.id, head.version)
+        for name, head in tree._heads.items()
+    }
+
+
+# Whether what is there is an earlier state
+
+
+class _There(NamedTuple):
+    """A session in the target."""
+
+    tree: SessionTree
+    pins: Collection[bytes]
+
+    def has_heads(self, snapshot: _Snapshot) -> bool:
+        there = _heads(self.tree)
+        return all(
+            name in there and there[name][0] == node_id and there[name][1] >= version
+            for name, (node_id, version) in _heads(snapshot.tree).items()
+        )
+
+    def has_pins(self, snapshot: _Snapshot) -> bool:
+        return frozenset(self.pins).issuperset(snapshot.pins)
+
+    def is_all_of(self, snapshot: _Snapshot) -> bool:
+        return len(self.tree) == len(snapshot.tree) and self.has_pins(snapshot) and self.has_heads(snapshot)
+
+
+def _there(target: SessionStore, snapshot: _Snapshot) -> _There | None:
+    """The session of a snapshot's id, if there is one. Raises SessionDiffers where it is no earlier state of that."""
+    view = target._view_of(snapshot.session_id)
+    if view is None:
+        return None
+    found = _There(*view)
+    difference = _difference(snapshot, found)
+    if difference is not None:
+        raise SessionDiffers(
+            f"session {snapshot.session_id!r} is there with other content: {difference}", session_id=snapshot.session_id
+        )
+    return found
+
+
+def _difference(here: _Snapshot, there: _There) -> str | None:
+    """Why one is no earlier state of the other."""
+    if there.tree.root.id != here.tree.root.id:
+        return f"its root is {there.tree.root.id[:4].hex()}, not {here.tree.root.id[:4].hex()}"
+    if there.tree.limits != here.tree.limits:
+        return f"its limits are {tuple(there.tree.limits)}, not {tuple(here.tree.limits)}"
+    if len(there.tree) > len(here.tree):
+        return f"it has {len(there.tree) - 1} nodes, not {len(here.tree) - 1}"
+    for number, (one, other) in enumerate(zip(_ids(here.tree), _ids(there.tree), strict=False)):
+        if one != other:
+            return f"its node {number} is {other[:4].hex()}, not {one[:4].hex()}"
+    heads = _heads(here.tree)
+    for name, (node_id, version) in _heads(there.tree).items():
+        if name not in heads:
+            return f"it has a head {name!r}"
+        if node_id != heads[name][0] and version >= heads[name][1]:
+            return f"its head {name!r} was moved to {node_id[:4].hex()}"
+    for pin in sorted(frozenset(there.pins).difference(here.pins)):
+        return f"it has a pin of {pin[:4].hex()}"
+    return None
+
+
+# To a store
+
+
+class _Steps:
+    """Tells of progress, not for each step."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress = progress
+        self._done, self._total = 0, total
+
+    def take(self) -> None:
+        self.reach(self._done + 1)
+
+    def reach(self, done: int) -> None:
+        before, self._done = self._done, done
+        if self._progress is not None and (before // _BATCH < self._done // _BATCH or self._done == self._total):
+            self._progress(self._done, self._total)
+
+
+def _count(snapshots: Sequence[_Snapshot]) -> int:
+    """Nodes, roots not counted."""
+    return sum(len(each.tree) - 1 for each in snapshots)
+
+
+class _Media:
+    """What was met on the way. ``items``: one of each content; ``named``: identities that stand in sessions of a namespace."""
+
+    def __init__(self) -> None:
+        self.items: dict[bytes, MediaItem] = {}
+        self.named: set[tuple[Namespace, bytes]] = set()
+
+    def add(self, node: Node) -> Iterator[MediaItem]:
+        """Those of a node's items whose content is new."""
+        for item in node.media:
+            self.named.add((node.namespace, item.identity))
+            if self.items.setdefault(content_digest(item.content()), item) is item:
+                yield item
+
+    def absent(self, source: SessionStore, target: SessionStore) -> int:
+        """Of how many contents only the source has features."""
+        return sum(_holds(source, item) and not _holds(target, item) for item in self.items.values())
+
+
+class _Copy:
+    def __init__(
+        self, source: SessionStore, target: SessionStore, snapshots: Sequence[_Snapshot], progress: Progress | None
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._snapshots = snapshots
+        self._steps = _Steps(progress, 2 * _count(snapshots))
+        self._media = _Media()
+        self._features = 0  # contents whose features came
+        self._copied = 0  # bytes since somebody looked what is held
+
+    def run(self) -> CopyReport:
+        target = self._target
+        if target._journal is not None:
+            target._journal.check_writable()
+        aliases = _aliases(self._source, self._snapshots)
+        for (scope, alias), identity in aliases.items():
+            self._check_alias(scope, alias, identity)
+        for snapshot in self._snapshots:
+            _there(target, snapshot)
+        copies = [self._copy(snapshot) for snapshot in self._snapshots]
+        came = 0
+        for (scope, alias), identity in aliases.items():
+            if (scope, identity) in self._media.named:
+                target.alias_media(alias, identity, scope)
+                came += 1
+        target.flush()
+        target.evict()  # what is compared is what anybody finds there
+        compared = [
+            attrs.evolve(copy, target=_digest_there(target, snapshot.session_id, self._steps))
+            for copy, snapshot in zip(copies, self._snapshots, strict=True)
+        ]
+        return CopyReport(tuple(compared), self._features, came, self._media.absent(self._source, target))
+
+    def _check_alias(self, scope: Namespace, alias: str, identity: bytes) -> None:
+        with self._target._opening:
+            known = self._target._alias(scope, alias)
+        if known is not None and known != identity:
+            raise KeyTaken(f"alias {alias!r} names {known[:4].hex()} there, not {identity[:4].hex()}", key=alias, identity=known)
+
+    def _copy(self, snapshot: _Snapshot) -> SessionCopy:
+        tree, session_id = snapshot.tree, snapshot.session_id
+        there = _there(self._target, snapshot)
+        session = self._create(snapshot) if there is None else None
+        known = len(session._tree) if session is not None else len(there.tree) if there is not None else 0
+        digest = _Digest(tree)
+        waiting: list[tuple[bytes, Turn, Details]] = []
+        size = added = 0
+        for number, node in enumerate(_nodes(tree)):
+            if node.parent is not None:
+                digest.add(*_record_of(node))
+                self._steps.take()
+            self._keep_media(node)
+            if number < known:
+                continue
+            waiting.append(_turn(node))
+            size += len(waiting[-1][1].data)
+            if len(waiting) >= _BATCH or size >= _BATCH_BYTES:
+                session = session or self._target.get(session_id)
+                added += session._take(waiting)
+                self._make_room(size)
+                waiting, size = [], 0
+        if waiting:
+            session = session or self._target.get(session_id)
+            added += session._take(waiting)
+            self._make_room(size)
+        if there is None or not there.has_pins(snapshot):
+            for pin in snapshot.pins:
+                (session := session or self._target.get(session_id)).pin(pin)
+        if tree._heads and (there is None or not there.has_heads(snapshot)):
+            wanted = sorted((version, name, node_id) for name, (node_id, version) in _heads(tree).items())
+            (session or self._target.get(session_id))._swap(lambda now: (_with_heads(now, wanted), None))
+        return SessionCopy(session_id, len(tree) - 1, added, digest.finished(tree, snapshot.pins), b"")
+
+    def _create(self, snapshot: _Snapshot) -> Session:
+        tree, target = snapshot.tree, self._target
+        tip = tree._index.bottom.tip
+        if snapshot.tip is not None and tip is not None:
+            above = self._snapshots[snapshot.tip[0]].session_id
+            view = target._view_of(above)
+            if view is not None and tip.id in view[0]:  # or it was dropped, and is kept for the fork alone
+                return _forked(target, above, tip.id, snapshot.session_id, tree.limits)
+        root, limits = tree.root, tree.limits
+        return target.create(
+            snapshot.session_id,
+            scheme=root.scheme,
+            namespace=root.namespace,
+            model_fingerprint=root.model_fingerprint,
+            max_tokens=limits.max_tokens,
+            reserve_output=limits.reserve_output,
+        )
+
+    def _keep_media(self, node: Node) -> None:
+        """See that features of a node's media are there before the node is, if they are held."""
+        for item in self._media.add(node):
+            arrays = None if _holds(self._target, item) else self._source._features.kept(item)
+            if arrays is not None:
+                self._target._features.take(item, arrays)
+                self._features += 1
+
+    def _make_room(self, size: int) -> None:
+        self._copied += size
+        if self._copied >= _LOOK:
+            self._copied = 0
+            self._target.evict(_HELD)
+
+
+def _turn(node: Node) -> tuple[bytes, Turn, Details]:
+    """A node as it is to be taken: its parent's id, and what it is."""
+    assert node.parent is not None
+    data = node._extent.read_bytes(node.start, node.stop)
+    what = (data, node.media, node.origin, node.role or "", node.key, node.runs, node.state, node.replayed)
+    return node.parent.id, Turn(node.id, *what), node._details
+
+
+def _with_heads(tree: SessionTree, wanted: Sequence[tuple[int, str, bytes]]) -> SessionTree:
+    """A tree with heads where they are to be, in the order of their versions, which stay where that is later than all there are."""
+    for version, name, node_id in wanted:
+        there = tree._head(name)
+        if there is None or there.node.id != node_id or there.version < version:
+            tree = tree._after_move(name, Head(tree.node(node_id), max(version, tree._moves + 1)))
+    return tree
+
+
+def _holds(store: SessionStore, item: MediaItem) -> bool:
+    features = store._features
+    return item in features if features.files is None else item.content() in features.files
+
+
+def _digest_there(target: SessionStore, session_id: str, steps: _Steps) -> bytes:
+    view = target._view_of(session_id)
+    if view is None:
+        return b""
+    tree, pins = view
+    digest = _Digest(tree)
+    for record in _records(tree):
+        digest.add(*record)
+        steps.take()
+    return digest.finished(tree, pins)
+
+
+# To a bundle
+
+
+def _to_bundle(
+    source: SessionStore,
+    path: str,
+    snapshots: Sequence[_Snapshot],
+    compress: Literal["zstd"] | None,
+    progress: Progress | None,
+) -> CopyReport:
+    _check_outside(path)
+    nodes = _count(snapshots)
+    known: dict[str, int] = {}
+    if os.path.exists(path):
+        with open_bundle(path) as bundle:
+            for other in set(bundle.sessions()).difference(each.session_id for each in snapshots):
+                raise Unsupported(f"a bundle is written as a whole, and session {other!r} in {path} is not copied to it")
+            found = [(each, _there(bundle, each)) for each in snapshots]
+            known = {each.session_id: len(there.tree) - 1 for each, there in found if there is not None}
+            if all(there is not None and there.is_all_of(each) for each, there in found):
+                report = _compared(source, bundle, snapshots, known, _Steps(progress, 2 * nodes))
+                if report.ok:
+                    return report
+    steps = _Steps(progress, 3 * nodes)
+    written = _written(
+        source, snapshots, path, features=True, compress=compress, progress=lambda done, _: steps.reach(min(done, nodes))
+    )
+    steps.reach(nodes)
+    with open_bundle(path) as bundle:
+        report = _compared(source, bundle, snapshots, known, steps)
+    return attrs.evolve(report, features=written.media)
+
+
+def _compared(
+    source: SessionStore, bundle: SessionStore, snapshots: Sequence[_Snapshot], known: Mapping[str, int], steps: _Steps
+) -> CopyReport:
+    """Both sides, where nothing needs to be copied any more. ``known``: nodes of each session that had been there."""
+    media = _Media()
+    copies = []
+    for snapshot in snapshots:
+        digest = _Digest(snapshot.tree)
+        for node in _nodes(snapshot.tree):
+            if node.parent is not None:
+                digest.add(*_record_of(node))
+                steps.take()
+            deque(media.add(node), maxlen=0)
+        mine, there = digest.finished(snapshot.tree, snapshot.pins), _digest_there(bundle, snapshot.session_id, steps)
+        nodes = len(snapshot.tree) - 1
+        copies.append(SessionCopy(snapshot.session_id, nodes, nodes - known.get(snapshot.session_id, 0), mine, there))
+    aliases = _aliases(source, snapshots)
+    came = sum((scope, identity) in media.named for (scope, _), identity in aliases.items())
+    return CopyReport(tuple(copies), 0, came, media.absent(source, bundle))

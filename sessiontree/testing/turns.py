@@ -14,6 +14,7 @@ from pyrsistent import thaw
 from sessiontree import (
     DraftClosed,
     FinishRefused,
+    IncompatibleStore,
     KeyTaken,
     LimitExceeded,
     Namespace,
@@ -24,6 +25,7 @@ from sessiontree import (
     StaleSession,
     UnknownNode,
     UnknownSession,
+    media_identity,
 )
 from sessiontree.testing.base import Conformance, Home
 from sessiontree.testing.drawn import CONVERSATION, MAX_TOKEN, conversation
@@ -264,6 +266,22 @@ class TurnTests(Conformance):
                 two.get(only.id)
         with make_tenant_store("one") as one:
             assert [node.id for node in one.get("same name").tree] == [mine.root.id, nodes[0].id]
+            with pytest.raises(IncompatibleStore):
+                one.create("of nobody", scheme="text@hf5")
+
+    def test_a_tenant_has_aliases_of_its_own(self, make_tenant_store: Any, home: Home) -> None:
+        if make_tenant_store is None:
+            pytest.skip("of a store that can be opened for one tenant")
+        with make_tenant_store("one") as one, make_tenant_store("two") as two:
+            ids = [media_identity("image", b"%d" % number) for number in range(3)]
+            home.store.alias_media("a", ids[0], "one")
+            one.alias_media("b", ids[1], "one")
+            assert [each.aliased_media(name, "one") for each in (home.store, one) for name in "ab"] == ids[:2] * 2
+            with pytest.raises(KeyTaken):
+                one.alias_media("a", ids[2], "one")
+            with pytest.raises(IncompatibleStore):
+                two.alias_media("a", ids[2], "one")
+            assert two.alias_media("a", ids[2], "two") == home.store.aliased_media("a", "two") == ids[2]
 
     def test_metadata_come_back_as_they_were(self, home: Home) -> None:
         session = home.session()

@@ -19,8 +19,7 @@ PRAGMA journal_mode = WAL;  -- who reads waits for no writer
 PRAGMA user_version = 1;
 CREATE TABLE counter AS SELECT 0 AS drawn;
 CREATE TABLE sessions (number PRIMARY KEY, name, tenant, record, tip_session, tip_ordinal, version, drops, removals, gone);
-CREATE INDEX sessions_by_name ON sessions (name);
-CREATE INDEX sessions_by_tip ON sessions (tip_session);
+CREATE INDEX sessions_by_name ON sessions (name); CREATE INDEX sessions_by_tip ON sessions (tip_session);
 CREATE VIEW ours AS SELECT * FROM sessions WHERE seen(tenant);  -- those of another tenant are not there
 CREATE TABLE nodes (session, ordinal, parent, id, key, record, PRIMARY KEY (session, ordinal));  -- key: 8 bytes
 CREATE INDEX nodes_without_records ON nodes (session, ordinal, parent, id, key);
@@ -156,11 +155,12 @@ class Sessions(Part):
         found = self.db.select("record FROM names WHERE name = ? AND seen(tenant)", name)
         return found[0][0] if found else None
 
-    def name(self, name: bytes, record: bytes, expected: bytes | None, tenant: str | None = None) -> bool:
-        with self.db.transaction() as db:
-            move = "INSERT INTO names VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET record = excluded.record WHERE seen(tenant)"
-            # Nobody writes meanwhile.
-            return self.named(name) == expected and db.execute(move, [name, tenant or self.db.tenant, record]).rowcount == 1
+    def name(self, name: bytes, record: bytes | None, expected: bytes | None, tenant: str | None = None) -> bool:
+        with self.db.transaction() as db:  # nobody writes meanwhile
+            move = "INSERT INTO names VALUES (?1, ?2, ?3) ON CONFLICT DO UPDATE SET record = ?3 WHERE seen(tenant)"
+            free = "DELETE FROM names WHERE name = ?1 AND seen(tenant) AND (?2, ?3) IS (?2, NULL)"
+            given = free if record is None else move, [name, self.db.tenant or tenant, record]
+            return self.named(name) == expected and db.execute(*given).rowcount == 1
 
     def all_named(self) -> Mapping[bytes, bytes]:
         return dict(self.db.select("name, record FROM names WHERE seen(tenant)"))

@@ -54,20 +54,25 @@ def _removals(seen: Mapping[int, Seen], columns: SessionColumns, stay: Kept) -> 
         each = seen[number]
         whole = number not in stay.sessions
         mine = ordinals[numbers == number].tolist() if len(dead) else []
-        refs = list(each.refs) if whole else _spent(each.refs, stay.drops.get(number, ()))
+        refs = list(each.refs) if whole else _spent(each.refs, stay.drops.get(number, ()), each.gone)
         if mine or refs or whole:
             removals.append(Removal(number, each.version, mine, refs, 0, whole))
     return removals
 
 
-def _spent(refs: Mapping[bytes, bytes], hidden: tuple[int, ...]) -> list[bytes]:
-    """Names of refs that say nothing any more. ``hidden``: what the session does not show of what stays."""
+def _spent(refs: Mapping[bytes, bytes], hidden: tuple[int, ...], gone: bool) -> list[bytes]:
+    """Names of refs that say nothing any more.
+
+    ``hidden``: what the session does not show of what stays. ``gone``: it was dropped, and stays for the sake of forks.
+    """
     records = {name: codec.decode(record) for name, record in refs.items()}
     moves = max((each.version for each in records.values() if isinstance(each, codec.HeadRecord)), default=0)
     spent = []
     for name, record in records.items():
         if name[:1] == DROP:
             says = isinstance(record, codec.DropRecord) and any(ordinal in hidden for ordinal in record.ordinals)
+        elif gone:
+            says = False
         elif name[:1] == HEAD:  # what was moved last stays, or its version came again
             says = isinstance(record, codec.HeadRecord) and (record.ordinal is not None or record.version == moves)
         else:

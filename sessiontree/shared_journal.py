@@ -179,16 +179,15 @@ class SharedJournal(Journal):
             self._drawn = [*sorted(drawn, reverse=True), *self._drawn]
             return self._drawn.pop()
 
-    def _check_tenant(self, what: str, namespace: Namespace) -> None:
-        """Raises IncompatibleStore."""
+    def _check_tenant(self, namespace: Namespace, what: str) -> None:
         if self._tenant is not None and namespace.tenant != self._tenant:
-            message = f"{what} is of tenant {namespace.tenant!r}, and this store of {self._tenant!r}"
-            raise IncompatibleStore(message, expected=self._tenant, found=namespace.tenant)
+            said = f"{what} is of tenant {namespace.tenant!r}, and this store of {self._tenant!r}"
+            raise IncompatibleStore(said, expected=self._tenant, found=namespace.tenant)
 
     def create(self, session_id: str, tree: SessionTree, tip: tuple[int, int] | None, drops: Any = 0) -> tuple[int, int, int]:
         self.check_writable()
         root = tree.root
-        self._check_tenant(f"session {session_id!r}", root.namespace)
+        self._check_tenant(root.namespace, f"session {session_id!r}")
         number = self._number()
         rules = root.scheme
         constants = (rules.name, tuple(sorted(rules.params.items())), root.namespace, root.model_fingerprint)
@@ -266,14 +265,15 @@ class SharedJournal(Journal):
 
     def alias(self, namespace: Namespace, alias: str, identity: bytes | None) -> bytes | None:
         self.check_writable()
-        self._check_tenant(f"alias {alias!r}", namespace)
-        name, record = _ALIAS + codec.alias_digest(namespace, alias), codec.encode(codec.AliasRecord(namespace, alias, identity))
+        self._check_tenant(namespace, f"alias {alias!r}")
+        name = _ALIAS + codec.alias_digest(namespace, alias)
+        record = None if identity is None else codec.encode(codec.AliasRecord(namespace, alias, identity))
         while True:
             there = self.backend.sessions.named(name)
             known = None if there is None else self._alias_in(there, namespace, alias).identity
             if known is not None and identity is not None:
                 return known
-            if self.backend.sessions.name(name, record, there, namespace.tenant):
+            if record is there is None or self.backend.sessions.name(name, record, there, namespace.tenant):
                 return identity
 
     def aliased(self, namespace: Namespace, alias: str) -> bytes | None:

@@ -23,6 +23,7 @@ from sessiontree import codec, news
 from sessiontree.backends.base import Progress
 from sessiontree.backends.blob_features import BlobFeatures
 from sessiontree.backends.blobs import FeatureFolder
+from sessiontree.backends.sealed import sealed
 from sessiontree.backends.segment_log import new_identity
 from sessiontree.backends.shared import Backend
 from sessiontree.codec import name_digest
@@ -266,7 +267,7 @@ class SessionStore:
             backend = where
         try:
             store._journal = SharedJournal(
-                backend,
+                sealed(backend),
                 store._features,
                 store._paths,
                 store._nodes,

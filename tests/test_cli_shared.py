@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlite_backend
 
-from examples import sqlite_backend
 from sessiontree import SessionStore, UnknownSession, codec, store
 from sessiontree.backends.shared import Backend
 from sessiontree.cli import source

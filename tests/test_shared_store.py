@@ -92,13 +92,13 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 def sessions_of(store: SessionStore) -> Counted:
-    counted = store._journal.backend.sessions  # type: ignore[union-attr]
+    counted = store._journal.backend.sessions.inner  # type: ignore[union-attr]
     assert isinstance(counted, Counted)
     return counted
 
 
 def reads_of(store: SessionStore) -> list[Sequence[int]]:
-    counted = store._journal.backend.nodes  # type: ignore[union-attr]
+    counted = store._journal.backend.nodes.inner  # type: ignore[union-attr]
     assert isinstance(counted, CountedNodes)
     return counted.reads
 

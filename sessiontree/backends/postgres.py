@@ -36,7 +36,7 @@ from sessiontree.backends.postgres_statements import (
 )
 from sessiontree.backends.postgres_writer import Writer
 from sessiontree.backends.shared import Backend, Blobs, Change, Look, NewSession, NodeRow, Removal
-from sessiontree.errors import IncompatibleStore, StoreFailed, Unsupported
+from sessiontree.errors import CorruptTree, IncompatibleStore, StoreFailed, Unsupported
 
 EVERYTHING: Final = UUID(int=0)  # the scope of all tenants
 _REST: Final = 5.0  # seconds for which a replica that has failed is not asked
@@ -112,6 +112,8 @@ class PostgresSessions:
         if not found:
             return None
         record, version, drops, removals, gone, partial, rows, names, records = found[0]
+        if len(rows or b"") % _ROW.size:
+            raise CorruptTree(f"{self._server.where}: an id of a node of session {number} is not of 32 bytes", session=number)
         nodes = [NodeRow(ordinal, parent, id, key) for ordinal, parent, key, id in _ROW.iter_unpack(rows or b"")]
         return Look(record, version, drops, removals, gone, not partial, nodes, dict(zip(names, records, strict=True)))
 
@@ -152,9 +154,8 @@ class PostgresSessions:
         )
         return found[0][0] if found else None
 
-    def name(self, name: bytes, record: bytes, expected: bytes | None, tenant: str | None = None) -> bool:
-        """``tenant``: whose it is; unless told, that of the connection."""
-        owner = self._tenant if tenant is None else tenant
+    def name(self, name: bytes, record: bytes | None, expected: bytes | None, tenant: str | None = None) -> bool:
+        owner = tenant if self._tenant is None else self._tenant
         values = name, None if owner is None else scope_of(owner).bytes, record, expected
         return self._other.write("set a name", SET_NAME, values) == "1"
 

@@ -189,7 +189,7 @@ BEGIN
     RETURN sessiontree.done(of, this, '1');
 END $$;
 
--- Compare and set by value. A name that another tenant has is never as expected.
+-- Compare and set by value; a record that is NULL removes the name. A name that another tenant has is never as expected.
 CREATE FUNCTION sessiontree.set_name(of uuid, this bigint, name bytea, tenant uuid, record bytea, expected bytea)
 RETURNS text LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
@@ -197,6 +197,8 @@ BEGIN
     PERFORM sessiontree.check_owner(tenant);
     IF expected IS NULL THEN
         INSERT INTO sessiontree.names VALUES (name, tenant, record) ON CONFLICT DO NOTHING;
+    ELSIF record IS NULL THEN
+        DELETE FROM sessiontree.names n WHERE n.name = name AND n.record = expected AND sessiontree.sees(n.tenant);
     ELSE
         UPDATE sessiontree.names n SET record = record
             WHERE n.name = name AND n.record = expected AND sessiontree.sees(n.tenant);

@@ -143,8 +143,11 @@ class Sessions(Protocol):
     def named(self, name: bytes) -> bytes | None:
         """What a name of 1 to 64 bytes stands for in the whole store."""
 
-    def name(self, name: bytes, record: bytes, expected: bytes | None, tenant: str | None = None) -> bool:
-        """Have it stand for a record where it stands for ``expected`` (None: nothing); whether it did. ``tenant``: whose it is."""
+    def name(self, name: bytes, record: bytes | None, expected: bytes | None, tenant: str | None = None) -> bool:
+        """Have it stand for a record where it stands for ``expected`` (None, each: for nothing); whether it did.
+
+        ``tenant``: whose it is, from a backend of all tenants; from that of one it is that one's.
+        """
 
     def all_named(self) -> Mapping[bytes, bytes]:
         """Every such name."""

@@ -1,0 +1,90 @@
+"""A backend whose records are sealed: each is followed by its checksum, which is checked when it comes back.
+
+A database gives what its disk gives. A node's id says whether its tokens are right; of positions, metadata, heads, limits and
+aliases nothing else would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from struct import Struct
+from typing import Final, Literal
+
+from sessiontree.backends.frames import checksum
+from sessiontree.backends.shared import Backend, Change, Look, NewNode, NewSession, Nodes, Sessions
+from sessiontree.errors import CorruptTree
+
+_SEAL: Final = Struct("<I")
+
+
+def seal(record: bytes) -> bytes:
+    """A record and its checksum."""
+    return record + _SEAL.pack(checksum(record, 0))
+
+
+def unseal(sealed: bytes, what: str, *of: object) -> bytes:
+    """The record. ``what``: what it is of, as a format of ``of``. Raises CorruptTree."""
+    record = sealed[: -_SEAL.size]
+    if sealed[-_SEAL.size :] != _SEAL.pack(checksum(record, 0)):
+        raise CorruptTree(f"the record of {what.format(*of)} does not match its checksum")
+    return record
+
+
+def sealed(backend: Backend) -> Backend:
+    """The same backend, with records sealed on the way there and checked on the way back."""
+    return backend._replace(sessions=SealedSessions(backend.sessions), nodes=SealedNodes(backend.nodes))
+
+
+def _sealed_nodes(nodes: Sequence[NewNode]) -> list[NewNode]:
+    return [NewNode(row, seal(record)) for row, record in nodes]
+
+
+class SealedSessions:
+    """See :class:`~sessiontree.backends.shared.Sessions`."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self.inner = sessions
+        self.draw, self.find, self.names = sessions.draw, sessions.find, sessions.names
+        self.tips, self.all, self.remove = sessions.tips, sessions.all, sessions.remove
+
+    def create(self, new: NewSession) -> Literal["made", "taken", "dropped"]:
+        return self.inner.create(new._replace(record=seal(new.record), nodes=_sealed_nodes(new.nodes)))
+
+    def look(self, number: int, since: tuple[int, int, int] | None = None) -> Look | None:
+        look = self.inner.look(number, since)
+        if look is None:
+            return None
+        refs = {name: unseal(record, "{!r} in session {}", name, number) for name, record in look.refs.items()}
+        return look._replace(record=unseal(look.record, "session {}", number), refs=refs)
+
+    def commit(self, changes: Sequence[Change]) -> Sequence[bool]:
+        return self.inner.commit(
+            [
+                change._replace(
+                    nodes=_sealed_nodes(change.nodes), refs={name: seal(record) for name, record in change.refs.items()}
+                )
+                for change in changes
+            ]
+        )
+
+    def named(self, name: bytes) -> bytes | None:
+        found = self.inner.named(name)
+        return None if found is None else unseal(found, "name {!r}", name)
+
+    def name(self, name: bytes, record: bytes | None, expected: bytes | None, tenant: str | None = None) -> bool:
+        to, of = (None if each is None else seal(each) for each in (record, expected))
+        return self.inner.name(name, to, of, tenant)
+
+    def all_named(self) -> Mapping[bytes, bytes]:
+        return {name: unseal(record, "name {!r}", name) for name, record in self.inner.all_named().items()}
+
+
+class SealedNodes:
+    """See :class:`~sessiontree.backends.shared.Nodes`."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.inner = nodes
+
+    def read(self, session: int, ordinals: Sequence[int]) -> Sequence[bytes | None]:
+        found = zip(ordinals, self.inner.read(session, ordinals), strict=True)
+        return [None if record is None else unseal(record, "node {} of session {}", ordinal, session) for ordinal, record in found]

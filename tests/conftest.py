@@ -34,6 +34,11 @@ for package in (sessiontree, engine_bridge):
                 importlib.import_module(module.name)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest begin first, so that no process still has one before it when the others are done."""
+    items.sort(key=lambda item: not item.path.stem.endswith("_soak"))
+
+
 def pytest_collection_finish() -> None:
     """What is loaded by now stays: no collection has to look through it, of the hundreds that tests ask for."""
     gc.collect()

@@ -1335,7 +1335,7 @@ def test_every_call_of_gc_may_fail(durability: Durability, error: int, call: str
     monkeypatch.setattr(compaction, "_BATCH_BYTES", 300)
     rng = random.Random(5)
     refused = 0
-    for n in itertools.count(1, 1 if SOAK or call not in ("pread", "open to read") else 4):
+    for n in itertools.count(1, 1 if SOAK else 7 if call in ("pread", "open to read") else 2):
         disk = Refusing()
         store = grown(disk, durability)
         expected = view(store)
@@ -2235,7 +2235,7 @@ def test_a_drop_comes_in_at_any_place_of_another_operation(where: Where, what: s
     store = where.store
     if what == "fork" and by == "drop session" and where.kind == "memory":
         return
-    for at in itertools.count(0, 1 if SOAK else 7):
+    for at in itertools.count(0, 1 if SOAK else 13):
         session = text_session(store, f"s{at}")
         prompt = session.append(session.root, [1, 2, 3])
         calls = session.append(prompt, [4], role="assistant", metadata={"tool_calls": ["a", "b"]})

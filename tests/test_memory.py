@@ -359,6 +359,7 @@ def test_a_budget_is_kept_at_every_tick(tmp_path: Path) -> None:
     with SessionStore.open(tmp_path / "store", memory_bytes=400_000) as store:
         for number in range(200):
             converse(store.create(f"session {number}", scheme="text@hf5"), 5, seed=number)
+            store.flush()  # what is not durable yet cannot go
             store.tick(number)
             assert store.usage().memory_bytes <= 400_000
         assert store.usage().sessions == 200 and store.usage().asleep_sessions > 150

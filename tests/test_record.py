@@ -847,7 +847,7 @@ class Recordings(RuleBasedStateMachine):
 @pytest.mark.parametrize(("block", "patience"), [(512, 32), (2, 0)])
 def test_any_recordings(block: int, patience: int) -> None:
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
-    options = settings(max_examples=160, stateful_step_count=30, deadline=None, suppress_health_check=checks)
+    options = settings(max_examples=80, stateful_step_count=30, deadline=None, suppress_health_check=checks)
     with small_blocks(block, patience):
         run_state_machine_as_test(Recordings, settings=options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from sessiontree.errors import NeedsExtra
 from sessiontree.render import to_dot, to_html, to_networkx, to_text
 from tests import toy
 
+SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
 HOSTILE = [
     "<script>alert(1)</script>",
     "</pre><img src=x onerror=alert(1)>",
@@ -669,7 +671,7 @@ def trees(draw: st.DrawFn) -> tuple[tuple[Node, ...], dict[str, Node]]:
     return tuple(nodes), dict(session.heads)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 if SOAK else 60, deadline=None)
 @given(trees(), st.integers(1, 6) | st.integers(1, 30))
 def test_any_tree(tree: tuple[tuple[Node, ...], dict[str, Node]], max_nodes: int) -> None:
     nodes, heads = tree

@@ -393,7 +393,7 @@ def test_c85_a_bit_flipped_at_every_byte_is_never_returned(closed: bool, sidecar
     segments = sorted(name for name in disk.names if name.endswith(".seg"))
     for name, file in sorted(disk.names.items()):
         size = len(bytes(disk.files[file]).rstrip(b"\0")) if file > 0 else 0
-        for at in range(0, size, 1 if SOAK or not sidecars else 3):
+        for at in range(0, size, 1 if SOAK else 5 if sidecars else 2):
             state = disk.copy()
             state.files[file][at] ^= 1 << rng.randrange(8)
             if name.endswith("FORMAT"):
@@ -845,7 +845,7 @@ def crash_states(total: int, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_d02_crash_states(seed: int) -> None:
-    crash_states(5500 if SOAK else 500, seed)
+    crash_states(5500 if SOAK else 300, seed)
 
 
 def test_d08_of_a_batch_all_records_survive_or_none() -> None:

@@ -1048,7 +1048,7 @@ class SessionMachine(RuleBasedStateMachine):
 
 TestSessionMachine = SessionMachine.TestCase
 TestSessionMachine.settings = settings(
-    max_examples=2000 if SOAK else 130,
+    max_examples=2000 if SOAK else 100,
     stateful_step_count=60 if SOAK else 30,
     deadline=None,
     suppress_health_check=list(HealthCheck),

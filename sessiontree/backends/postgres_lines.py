@@ -90,6 +90,13 @@ def is_over(error: psycopg.Error) -> bool:
     return is_lost(error) or error.sqlstate == _READ_ONLY
 
 
+def may_pass(error: psycopg.Error) -> bool:
+    """Whether what failed may succeed later. A primary that only reads is about to have another in its place."""
+    if error.sqlstate == _READ_ONLY or error.sqlstate in _PASSING:
+        return True
+    return is_lost(error) and not any(each in str(error) for each in _REFUSED)
+
+
 def attempts(seconds: float) -> Iterator[int]:
     """Count attempts from 0, with pauses between them that grow, each drawn at random, until the time is up."""
     until, pause, count = time.monotonic() + seconds, _FIRST_PAUSE, 0
@@ -177,9 +184,7 @@ class Server:
 
     def may_pass(self, error: psycopg.Error) -> bool:
         """Whether to try again."""
-        if error.sqlstate == _READ_ONLY:
-            return not self.read_only  # else it is another's turn to be the primary
-        return error.sqlstate in _PASSING or (is_lost(error) and not any(each in str(error) for each in _REFUSED))
+        return may_pass(error) and not (self.read_only and error.sqlstate == _READ_ONLY)
 
     def rows(self, what: str, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """What a statement that only reads gives. Raises StoreFailed, IncompatibleStore."""

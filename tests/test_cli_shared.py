@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shlex
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -376,6 +376,45 @@ def test_what_is_damaged_is_named(sound: Path, what: str) -> None:
     assert facts["ok"] is False and facts["salvage"] is None
     assert text_of("fsck", SQLITE, code=1).startswith("DAMAGED")
     stats_shared(sqlite_backend.connect(str(sound)))  # counts what is sound
+
+
+def test_a_node_that_starts_elsewhere_than_its_parent_ends_is_damaged(sound: Path) -> None:
+    """Its own positions fit, and no id covers where a node starts."""
+    with closing(sqlite3.connect(sound)) as db, db:
+        ((rowid, data),) = db.execute(f"SELECT rowid, record FROM nodes WHERE session = {S} AND ordinal = 4").fetchall()
+        record = codec.decode(data)
+        assert isinstance(record, codec.NodeRecord)
+        state = record.state._replace(num_tokens=record.state.num_tokens + 5, max_position=record.state.max_position + 5)
+        db.execute("UPDATE nodes SET record = ? WHERE rowid = ?", (codec.encode(record._replace(state=state)), rowid))
+    (damage,) = checked(sound).damaged
+    assert "it starts at token 6, and its parent ends at 1" in damage.what
+
+
+def test_nodes_that_are_removed_while_they_are_read_are_no_damage(sound: Path) -> None:
+    backend = sqlite_backend.connect(str(sound))
+
+    class Racing:
+        """Another process drops a node and collects it, between the rows of a session and the records."""
+
+        done = False
+
+        def read(self, number: int, ordinals: Sequence[int]) -> Sequence[bytes | None]:
+            if not self.done:
+                self.done = True
+                with SessionStore.connect(SQLITE) as other:
+                    session = other.get("s")
+                    session.drop(session.tree.leaves()[-1])
+                    other.get("chat").drop_head("main")
+                    other.get("chat").unpin(next(iter(other.get("chat").pins)))
+                    other.get("chat").drop(other.get("chat").tree.leaves()[0])
+                    other.drop("zeta")
+                    assert other.gc().nodes_after < 14
+            return backend.nodes.read(number, ordinals)
+
+    racing = Racing()
+    report = fsck_shared(backend._replace(nodes=racing))
+    assert racing.done and report.ok, report.damaged
+    backend.close()
 
 
 def test_any_byte_that_an_id_or_a_digest_covers_is_missed_by_none(sound: Path) -> None:

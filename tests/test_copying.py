@@ -168,8 +168,10 @@ def test_a_fork_without_what_it_was_forked_from_takes_its_path_along(tmp_path: P
         assert {name: seen(target.get(name)) for name in source.sessions()} == all_seen(source)
 
 
-def test_a_fork_of_a_node_that_was_dropped_takes_its_path_along(tmp_path: Path) -> None:
-    with SessionStore.in_memory() as source, SessionStore.open(tmp_path / "store") as target:
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_fork_of_a_node_that_was_dropped_takes_its_path_along(tmp_path: Path, on_disk: bool) -> None:
+    source = SessionStore.open(tmp_path / "source") if on_disk else SessionStore.in_memory()
+    with source, SessionStore.open(tmp_path / "store") as target:
         session = text_session(source)
         stays, goes = session.append(session.root, [1]), session.append(session.root, [2])
         source.fork(session, goes, "fork").append(goes, [3])
@@ -484,7 +486,7 @@ def test_other_nodes_in_the_place_of_those_copied_are_refused(tmp_path: Path) ->
 def test_metadata_that_differ_are_told_in_the_end(tmp_path: Path) -> None:
     """They stand outside the ids, so only reading both sides shows it."""
     with SessionStore.open(tmp_path / "one") as one, SessionStore.open(tmp_path / "two") as two:
-        for store, what in ((one, "here"), (two, "there")):
+        for store, what in ((one, "here"), (two, "away")):
             session = text_session(store)
             session.append(session.root, [1], metadata={"what": what})
             text_session(store, "same")
@@ -496,6 +498,22 @@ def test_metadata_that_differ_are_told_in_the_end(tmp_path: Path) -> None:
     (first, second) = facts["sessions"]
     assert lines[0] == f"✗ s  1 node, 0 new, {first['source'][:16]} here, {first['target'][:16]} there"
     assert lines[1] == f"same  0 nodes, 0 new, {second['source'][:16]}" and lines[-1] == "THEY DIFFER"
+
+
+def test_what_is_compared_is_what_lies_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that keeps something else than it was given is found out, though this process has the right nodes in memory."""
+    with SessionStore.in_memory() as source, SessionStore.open(tmp_path / "store") as target:
+        session = text_session(source)
+        session.append(session.root, [1], metadata={"what": "kept as it was given"})
+        flush = target.flush
+
+        def flush_wrongly() -> None:
+            flush()
+            flip(tmp_path / "store", b"kept as it was given")
+
+        monkeypatch.setattr(target, "flush", flush_wrongly)
+        with pytest.raises(CorruptTree, match="node 1 "):
+            copy_sessions(source, target)
 
 
 def test_an_alias_of_other_media_is_refused(tmp_path: Path) -> None:

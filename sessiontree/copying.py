@@ -12,7 +12,9 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from hashlib import sha256
+from itertools import islice
 from typing import Any, Final, Literal, NamedTuple
 
 import attrs
@@ -23,7 +25,7 @@ from sessiontree.backends.blobs import content_digest
 from sessiontree.bundles import _aliases, _check_outside, _forked, _Snapshot, _snapshots, _written, open_bundle
 from sessiontree.details import Details
 from sessiontree.digest import pack
-from sessiontree.errors import CorruptTree, KeyTaken, SessionDiffers, Unsupported
+from sessiontree.errors import CorruptTree, KeyTaken, SessionDiffers, SessionExists, Unsupported
 from sessiontree.heads import Head
 from sessiontree.index import NodeIndex
 from sessiontree.media import MediaItem
@@ -33,11 +35,14 @@ from sessiontree.stored import StoredHead, StoredIndex
 from sessiontree.tree import SessionTree
 from sessiontree.turns import Turn
 
+_Placed = tuple[bytes, Turn, Details]  # the id of what a node stands below, and what it is
+
 __all__ = ["CopyReport", "SessionCopy", "copy_sessions", "session_digest"]
 
 _BATCH: Final = 1000  # nodes that become durable together
 _BATCH_BYTES: Final = 2**20
 _TOGETHER: Final = 256  # nodes that are read together
+_NODE_BYTES: Final = 500  # of one in memory beside its tokens
 _HELD: Final = 2**28  # bytes of copied sessions that stay in memory
 _LOOK: Final = 2**26  # bytes copied before somebody looks how many those are
 
@@ -226,11 +231,9 @@ class _There(NamedTuple):
             for name, (node_id, version) in _heads(snapshot.tree).items()
         )
 
-    def has_pins(self, snapshot: _Snapshot) -> bool:
-        return frozenset(self.pins).issuperset(snapshot.pins)
-
     def is_all_of(self, snapshot: _Snapshot) -> bool:
-        return len(self.tree) == len(snapshot.tree) and self.has_pins(snapshot) and self.has_heads(snapshot)
+        complete = len(self.tree) == len(snapshot.tree) and frozenset(self.pins).issuperset(snapshot.pins)
+        return complete and self.has_heads(snapshot)
 
 
 def _there(target: SessionStore, snapshot: _Snapshot) -> _There | None:
@@ -331,8 +334,10 @@ class _Copy:
         aliases = _aliases(self._source, self._snapshots)
         for (scope, alias), identity in aliases.items():
             self._check_alias(scope, alias, identity)
+        names = frozenset(target.sessions())
         for snapshot in self._snapshots:
-            _there(target, snapshot)
+            if snapshot.session_id in names:
+                _there(target, snapshot)
         copies = [self._copy(snapshot) for snapshot in self._snapshots]
         came = 0
         for (scope, alias), identity in aliases.items():
@@ -355,37 +360,29 @@ class _Copy:
 
     def _copy(self, snapshot: _Snapshot) -> SessionCopy:
         tree, session_id = snapshot.tree, snapshot.session_id
-        there = _there(self._target, snapshot)
-        session = self._create(snapshot) if there is None else None
-        known = len(session._tree) if session is not None else len(there.tree) if there is not None else 0
-        digest = _Digest(tree)
-        waiting: list[tuple[bytes, Turn, Details]] = []
-        size = added = 0
-        for number, node in enumerate(_nodes(tree)):
-            if node.parent is not None:
-                digest.add(*_record_of(node))
-                self._steps.take()
-            self._keep_media(node)
-            if number < known:
-                continue
-            waiting.append(_turn(node))
-            size += len(waiting[-1][1].data)
-            if len(waiting) >= _BATCH or size >= _BATCH_BYTES:
-                session = session or self._target.get(session_id)
-                added += session._take(waiting)
-                self._make_room(size)
-                waiting, size = [], 0
-        if waiting:
-            session = session or self._target.get(session_id)
-            added += session._take(waiting)
-            self._make_room(size)
-        if there is None or not there.has_pins(snapshot):
-            for pin in snapshot.pins:
-                (session := session or self._target.get(session_id)).pin(pin)
-        if tree._heads and (there is None or not there.has_heads(snapshot)):
+        there = _there(self._target, snapshot) or self._made(snapshot)
+        session = cache(partial(self._target.get, session_id))  # opened where something is to be written alone
+        digest, added = _Digest(tree), 0
+        for turns in _grouped(islice(self._read(tree, digest), len(there.tree), None)):
+            added += session()._take(turns)
+            self._make_room(turns)
+        for pin in frozenset(snapshot.pins).difference(there.pins):
+            session().pin(pin)
+        if not there.has_heads(snapshot):
             wanted = sorted((version, name, node_id) for name, (node_id, version) in _heads(tree).items())
-            (session or self._target.get(session_id))._swap(lambda now: (_with_heads(now, wanted), None))
+            session()._swap(lambda now: (_with_heads(now, wanted), None))
         return SessionCopy(session_id, len(tree) - 1, added, digest.finished(tree, snapshot.pins), b"")
+
+    def _made(self, snapshot: _Snapshot) -> _There:
+        """A session that is not there, made: of a fork with the path that it shares."""
+        try:
+            session = self._create(snapshot)
+        except SessionExists:  # somebody else is copying it too
+            there = _there(self._target, snapshot)
+            if there is None:
+                raise
+            return there
+        return _There(session._tree, ())
 
     def _create(self, snapshot: _Snapshot) -> Session:
         tree, target = snapshot.tree, self._target
@@ -405,22 +402,41 @@ class _Copy:
             reserve_output=limits.reserve_output,
         )
 
-    def _keep_media(self, node: Node) -> None:
-        """See that features of a node's media are there before the node is, if they are held."""
-        for item in self._media.add(node):
-            arrays = None if _holds(self._target, item) else self._source._features.kept(item)
-            if arrays is not None:
-                self._target._features.take(item, arrays)
-                self._features += 1
+    def _read(self, tree: SessionTree, digest: _Digest) -> Iterator[Node]:
+        """All nodes in order, each when its media's features are there, if they are held."""
+        for node in _nodes(tree):
+            if node.parent is not None:
+                digest.add(*_record_of(node))
+                self._steps.take()
+            for item in self._media.add(node):
+                arrays = None if _holds(self._target, item) else self._source._features.kept(item)
+                if arrays is not None:
+                    self._target._features.take(item, arrays)
+                    self._features += 1
+            yield node
 
-    def _make_room(self, size: int) -> None:
-        self._copied += size
+    def _make_room(self, turns: Sequence[_Placed]) -> None:
+        self._copied += _NODE_BYTES * len(turns) + sum(len(turn.data) for _, turn, _ in turns)
         if self._copied >= _LOOK:
             self._copied = 0
             self._target.evict(_HELD)
 
 
-def _turn(node: Node) -> tuple[bytes, Turn, Details]:
+def _grouped(nodes: Iterable[Node]) -> Iterator[list[_Placed]]:
+    """Nodes as they are to be taken, as many as become durable together."""
+    turns: list[_Placed] = []
+    size = 0
+    for node in nodes:
+        turns.append(_placed(node))
+        size += len(turns[-1][1].data)
+        if len(turns) >= _BATCH or size >= _BATCH_BYTES:
+            yield turns
+            turns, size = [], 0
+    if turns:
+        yield turns
+
+
+def _placed(node: Node) -> _Placed:
     """A node as it is to be taken: its parent's id, and what it is."""
     assert node.parent is not None
     data = node._extent.read_bytes(node.start, node.stop)

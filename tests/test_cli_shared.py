@@ -180,6 +180,18 @@ def test_killed_at_each_step_it_goes_on(postgres_url: str, tmp_path: Path, killi
         check_chats(shared, original)
 
 
+def test_two_that_copy_the_same_at_once_make_one_copy(url: str) -> None:
+    with chats() as original:
+
+        def copied(number: int) -> None:
+            with SessionStore.connect(url) as target:
+                assert copy_sessions(original, target).ok
+
+        in_threads(3, copied)
+        with SessionStore.connect(url) as found:
+            check_chats(found, original)
+
+
 def test_a_copy_to_a_tenant(file: Path, tmp_path: Path) -> None:
     with chats() as original, SessionStore.open(tmp_path / "log") as log:
         copy_sessions(original, log)

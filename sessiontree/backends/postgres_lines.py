@@ -42,8 +42,8 @@ _ON_DISK: Final = "SELECT set_config(name, 'on', false) FROM pg_settings WHERE n
 
 _READ_ONLY: Final = "25006"  # it is a standby by now
 _NO_TABLES: Final = frozenset(("3F000", "42P01", "42703", "42883"))
-#: Errors that pass: serialization, deadlock, cancelled (a time-out), lock not available, too many connections.
-_PASSING: Final = frozenset(("40001", "40P01", "57014", "55P03", "53300"))
+#: Errors that pass: serialization, deadlock, cancelled (a time-out), lock not available, too many connections, and that one.
+_PASSING: Final = frozenset(("40001", "40P01", "57014", "55P03", "53300", _READ_ONLY))
 _LOST: Final = ("08", "57P")  # of the connection, and of a server that stops or starts
 #: What is no use to try again. While a connection is made there is no code to know an error by, and some servers speak English.
 _REFUSED: Final = ("authentication failed", "no pg_hba.conf entry", "does not exist", "no password supplied", "not permitted")
@@ -88,6 +88,11 @@ def is_lost(error: psycopg.Error) -> bool:
 def is_over(error: psycopg.Error) -> bool:
     """Whether the connection is of no use any more."""
     return is_lost(error) or error.sqlstate == _READ_ONLY
+
+
+def may_pass(error: psycopg.Error) -> bool:
+    """Whether to try again."""
+    return error.sqlstate in _PASSING or (is_lost(error) and not any(each in str(error) for each in _REFUSED))
 
 
 def attempts(seconds: float) -> Iterator[int]:
@@ -176,10 +181,8 @@ class Server:
                     line.close()
 
     def may_pass(self, error: psycopg.Error) -> bool:
-        """Whether to try again."""
-        if error.sqlstate == _READ_ONLY:
-            return not self.read_only  # else it is another's turn to be the primary
-        return error.sqlstate in _PASSING or (is_lost(error) and not any(each in str(error) for each in _REFUSED))
+        """Whether to try again here."""
+        return may_pass(error) and not (self.read_only and error.sqlstate == _READ_ONLY)
 
     def rows(self, what: str, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """What a statement that only reads gives. Raises StoreFailed, IncompatibleStore."""

@@ -150,10 +150,7 @@ class Server:
         line.patience = self._patience
         try:
             line.execute(self._set, self._settings)
-            # An answer is to mean that it is on disk.
-            line.execute(
-                "SELECT set_config(name, 'on', false) FROM pg_settings WHERE name = 'synchronous_commit' AND setting = 'off'"
-            )
+            line.execute(_ON_DISK)
         except BaseException:
             line.close()
             raise

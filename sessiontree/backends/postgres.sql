@@ -33,7 +33,11 @@ CREATE TABLE sessions (
 CREATE UNIQUE INDEX sessions_name ON sessions (name, tenant) NULLS NOT DISTINCT WHERE NOT gone;
 CREATE INDEX sessions_tip ON sessions (tip_session) WHERE tip_session IS NOT NULL;
 
--- A node's record stands in two pieces: two bodies fill a page, what is longer than that stands with what is known of the node.
+-- A node's record stands in two pieces: two bodies fill a page, and what is longer than that, up to 1 KiB, stands with what is known
+-- of the node. Of records of 1,000 tokens (4,132 bytes), 1,000 are read over the loopback in 3.5 ms, and take 1.10 times the bytes of
+-- their tokens with all that belongs to them. Measured beside it: PostgreSQL's own pieces (TOAST) 10 ms and 1.41 times; two rows for
+-- each record 9 ms and 1.39; whole in the row, which leaves half a page empty, 3.5 ms and 2.06; tokens packed to 3 bytes each 3 ms,
+-- 2.5 more to unpack them, and 1.03.
 CREATE TABLE nodes (
     session bigint NOT NULL,
     ordinal integer NOT NULL,

@@ -42,8 +42,8 @@ _ON_DISK: Final = "SELECT set_config(name, 'on', false) FROM pg_settings WHERE n
 
 _READ_ONLY: Final = "25006"  # it is a standby by now
 _NO_TABLES: Final = frozenset(("3F000", "42P01", "42703", "42883"))
-#: Errors that pass: serialization, deadlock, cancelled (a time-out), lock not available, too many connections.
-_PASSING: Final = frozenset(("40001", "40P01", "57014", "55P03", "53300"))
+#: Errors that pass: serialization, deadlock, cancelled (a time-out), lock not available, too many connections, and that one.
+_PASSING: Final = frozenset(("40001", "40P01", "57014", "55P03", "53300", _READ_ONLY))
 _LOST: Final = ("08", "57P")  # of the connection, and of a server that stops or starts
 #: What is no use to try again. While a connection is made there is no code to know an error by, and some servers speak English.
 _REFUSED: Final = ("authentication failed", "no pg_hba.conf entry", "does not exist", "no password supplied", "not permitted")
@@ -91,10 +91,8 @@ def is_over(error: psycopg.Error) -> bool:
 
 
 def may_pass(error: psycopg.Error) -> bool:
-    """Whether what failed may succeed later. A primary that only reads is about to have another in its place."""
-    if error.sqlstate == _READ_ONLY or error.sqlstate in _PASSING:
-        return True
-    return is_lost(error) and not any(each in str(error) for each in _REFUSED)
+    """Whether to try again."""
+    return error.sqlstate in _PASSING or (is_lost(error) and not any(each in str(error) for each in _REFUSED))
 
 
 def attempts(seconds: float) -> Iterator[int]:
@@ -152,10 +150,7 @@ class Server:
         line.patience = self._patience
         try:
             line.execute(self._set, self._settings)
-            # An answer is to mean that it is on disk.
-            line.execute(
-                "SELECT set_config(name, 'on', false) FROM pg_settings WHERE name = 'synchronous_commit' AND setting = 'off'"
-            )
+            line.execute(_ON_DISK)
         except BaseException:
             line.close()
             raise
@@ -183,7 +178,7 @@ class Server:
                     line.close()
 
     def may_pass(self, error: psycopg.Error) -> bool:
-        """Whether to try again."""
+        """Whether to try again here."""
         return may_pass(error) and not (self.read_only and error.sqlstate == _READ_ONLY)
 
     def rows(self, what: str, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:

@@ -529,16 +529,22 @@ class Session:
     ) -> tuple[Node, int] | None:
         """As :meth:`_swap_durably`, without its calls, up to the number to wait for.
 
-        None where that is not enough: it finds the node, if it made one, and tells of it.
+        None where that is not enough: it finds the node, if it made one, and tells of it. So it is where many write and this is
+        refused, perhaps for what is there no longer.
         """
         told = self._told
         with self._lock:
             before = self._written
             if self._closed or self._doubtful or self._unsettled:
                 return None
-            if self._dropped:
-                self._check_there(before, parent)
-            after, node = before._attach_alone(parent, turn, details, None, reserved, True)
+            try:
+                if self._dropped:
+                    self._check_there(before, parent)
+                after, node = before._attach_alone(parent, turn, details, None, reserved, True)
+            except SessionTreeError:
+                if journal.many_write:
+                    return None
+                raise
             if after is before or self._written is not before:
                 return None
             self._written = after
@@ -653,11 +659,13 @@ class Session:
                 try:
                     after, result = operation(before)
                 except SessionTreeError as error:
+                    if self._looks_again(journal):
+                        continue
                     if not self._unsettled:
                         raise
                     refused, waiting = error, self._waiting
                     break
-                if self._written is not before:
+                if self._written is not before or (after is before and self._looks_again(journal)):
                     continue
                 self._written = after
                 try:
@@ -795,6 +803,19 @@ class Session:
         with self._lock:  # where nothing is dropped in between
             return self._tree, 0 if journal is None else journal.drops_of(self._number)
 
+    def _looks_again(self, journal: Journal) -> bool:
+        """Whether others wrote what it did not know of, and knows now; the lock is held.
+
+        What is refused, or finds nothing to do, writes nothing that could be refused in its turn, so this is to be asked first.
+        """
+        if not journal.many_write or self._number is None:
+            return False
+        if not journal.is_current(self._number):
+            self._reload(journal)
+            return True
+        self._settle(journal)  # all of that is durable
+        return False
+
     def _show(self, journal: Journal) -> None:
         with self._lock:
             self._catch_up(journal)
@@ -912,9 +933,14 @@ class Session:
             if journal is not None:
                 self._catch_up(journal)
             tree = self._tree if journal is None else self._written
-            found = tree._resolve(node)
+            try:
+                found = tree._resolve(node)
+            except UnknownNode:
+                if journal is not None and self._looks_again(journal):
+                    return False
+                raise
             if (found.id in self._pins) == pinned:
-                return True
+                return journal is None or not self._looks_again(journal)
             ordinal = tree._index.find_ordinal(found, tree._count)
             assert ordinal is not None
             number = self._number
@@ -995,8 +1021,7 @@ class Session:
                 self._check_open()
                 journal.flush()
                 self._catch_up(journal)
-                if journal.many_write and not journal.is_current(self._number or 0):
-                    self._reload(journal)
+                self._looks_again(journal)
                 tree, number = self._told[0], self._number
                 ordinals = doomed(tree)
                 if not ordinals or number is None:

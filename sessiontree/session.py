@@ -301,7 +301,7 @@ class Session:
         # As SessionTree.append, but the lock is only held for what needs it.
         meter = self._feed.meter
         begun = 0.0 if meter is None else meter.now()
-        parent = self._tree._resolve(parent)
+        parent = self._found(parent)
         max_tokens, reserved = self._limits
         data = token_bytes(token_ids, max_tokens)
         if strip_bos is not None:
@@ -329,7 +329,7 @@ class Session:
         with self._lock:
             if self._closed:
                 self._check_open()
-            node = self._tree._resolve(parent)
+            node = self._found(parent)
             draft = Draft(
                 node,
                 role=role,
@@ -590,6 +590,17 @@ class Session:
         if self._dropped:
             tree._resolve(parent)
 
+    def _found(self, node: Node | bytes) -> Node:
+        """A node of it, that others may have made since it looked. Raises UnknownNode."""
+        try:
+            return self._tree._resolve(node)
+        except UnknownNode:
+            journal = self._store._journal
+            if journal is None or not journal.many_write or self._closed:
+                raise
+        self._look_anew(journal)
+        return self._tree._resolve(node)
+
     def _swap(self, operation: Callable[[SessionTree], tuple[SessionTree, T]]) -> T:
         """Take the tree on by one operation, which gives the new tree and a result.
 
@@ -790,6 +801,8 @@ class Session:
     def _look_anew(self, journal: Journal) -> None:
         """Have what there is by now."""
         assert self._number is not None
+        if journal.many_write:
+            check_may_wait(journal)
         with self._lock:
             if not journal.many_write:
                 self._follow(*journal.tree(self._number))
@@ -831,12 +844,12 @@ class Session:
 
     def truncate(self, node: Node | bytes, length: int) -> Node:
         """The first ``length`` tokens of a node's path. See :meth:`SessionTree.truncate`."""
-        source = self._tree._resolve(node)
+        source = self._found(node)
         return self._planned(plan_prefix(source, in_range(length, source.stop, "length", source)), source.stop)
 
     def drop_last(self, node: Node | bytes, count: int) -> Node:
         """A node's path without its last ``count`` tokens. See :meth:`SessionTree.drop_last`."""
-        source = self._tree._resolve(node)
+        source = self._found(node)
         return self._planned(plan_prefix(source, source.stop - in_range(count, source.stop, "count", source)), source.stop)
 
     def _take(self, turns: Sequence[tuple[bytes, Turn, Details]]) -> int:
@@ -894,13 +907,12 @@ class Session:
 
     def rewrite(self, node: Node | bytes, edits: Iterable[Edit | Sequence[Any]]) -> Node:
         """A path like the node's with some of its tokens replaced. See :meth:`SessionTree.rewrite`."""
-        source = self._tree._resolve(node)
+        source = self._found(node)
         return self._planned(plan_rewrite(source, edits), source.stop)
 
     def linearize(self, results: Sequence[Node | bytes]) -> Node:
         """One path through sibling turns, in the order given. See :meth:`SessionTree.linearize`."""
-        tree = self._tree
-        return self._planned(plan_linear([tree._resolve(node) for node in results]), 0)
+        return self._planned(plan_linear([self._found(node) for node in results]), 0)
 
     def set_head(self, name: str, node: Node | bytes, expected: Head | Node | bytes | None = UNSET) -> Head:
         """Create or move a head, by compare-and-set where ``expected`` is given. See :meth:`SessionTree.set_head`."""

@@ -50,6 +50,11 @@ def place(head: Head | None) -> tuple[str, int] | None:
     return None if head is None else (head.node.id.hex(), head.version)
 
 
+def nodes_of(session: Session) -> list[Node]:
+    """All of a session, in commit order."""
+    return list(session.descendants(session.root))
+
+
 class Client:
     """What one client does with a store. ``number``: its own; the first one drops things. ``log``: a file to be added to."""
 
@@ -166,12 +171,15 @@ class Client:
         name, found = self.rng.choice(NAMES), list[Head | None]()
 
         def read() -> tuple[str, int] | None:
+            head: Head | None
             session.refresh()
             try:
-                found.append(session.head(name))
+                head = session.head(name)
             except UnknownHead:
-                found.append(None)
-            return place(found[0])
+                head = None
+            at = place(head)  # which may read the node, and fail
+            found.append(head)
+            return at
 
         self._saw(session, name, found, self.call("read", read, session=session.id, name=name))
 
@@ -205,11 +213,13 @@ class Client:
 
         def swap() -> Any:
             try:
-                found.append(session.set_head(name, node, expected=expected))
+                head = session.set_head(name, node, expected=expected)
             except HeadMoved as error:
+                at = place(error.actual)
                 found.append(error.actual)
-                return "moved", place(error.actual)
-            return place(found[0])
+                return "moved", at
+            found.append(head)
+            return place(head)
 
         given = {"name": name, "node": node.hex(), "expected": place(expected)}
         self._saw(session, name, found, self.call("cas", swap, session=session.id, **given))
@@ -308,8 +318,3 @@ def main(where: str, log: str, number: str, until: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-
-
-def nodes_of(session: Session) -> list[Node]:
-    """All of a session, in commit order."""
-    return list(session.descendants(session.root))

@@ -5,21 +5,28 @@ What a client does is in ``postgres_clients.py``, what has to hold in ``client_h
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import sqlite_backend
 
-from sessiontree import SessionStore
-from tests.client_histories import History, Operation, operations
-from tests.postgres_clients import ROOTS, rules
+from sessiontree import CorruptTree, Head, SessionStore
+from sessiontree.backends.shared import Backend, Change, Sessions
+from tests.client_histories import MAKING, History, Operation, operations
+from tests.linearizability import NEVER, NotLinearizable
+from tests.postgres_clients import ROOTS, Client, rules
 from tests.postgres_server import ROOT, Server
+from tests.threads import in_threads
 
 CLIENTS = 8
 PATIENCE = 120  # seconds that a client may take for its last call, on whatever machine
@@ -103,3 +110,117 @@ def test_eight_clients_kills_and_restarts_of_the_server(own_postgres: Server, tm
         done = disturbed(own_postgres, where, tmp_path, seconds, seed)
         store = ends.enter_context(SessionStore.connect(where))
         History(done).check_all(store)
+
+
+# --- what is wrong is found ------------------------------------------------------------------------------------------------
+
+Wrap = Callable[[Backend], Backend]
+
+
+def in_one_process(directory: Path, wrap: Wrap, client: type[Client] = Client, seed: str = "") -> tuple[History, SessionStore]:
+    """Clients, each a thread with a store of its own over one file: what they said, and a store to look at the end."""
+
+    def store(wrapped: Wrap) -> SessionStore:
+        return SessionStore.connect(wrapped(sqlite_backend.connect(str(directory / "store"))))
+
+    with store(lambda backend: backend) as first:
+        for name in ROOTS:
+            first.create(name, scheme=rules())
+
+    def work(number: int) -> None:
+        with store(wrap) as mine:
+            each = client(mine, directory / f"{number}.log", number, f"{seed}{number}")
+            for _ in range(200):
+                each.step()
+            each.close()
+
+    in_threads(4, work)
+    return History(operations(directory.glob("*.log"))), store(lambda backend: backend)
+
+
+class Wrapped(Sessions):
+    """Sessions of a backend, with a fault."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._rng = random.Random(1)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("commit", "_sessions", "_rng"):
+            return object.__getattribute__(self, name)
+        return getattr(object.__getattribute__(self, "_sessions"), name)
+
+
+class SaysYes(Wrapped):
+    """A write that came too late is acknowledged."""
+
+    def commit(self, changes: Sequence[Change]) -> Sequence[bool]:
+        return [True for _ in self._sessions.commit(changes)]
+
+
+class SaysNo(Wrapped):
+    """Some writes are done, and done again."""
+
+    def commit(self, changes: Sequence[Change]) -> Sequence[bool]:
+        return [came and self._rng.random() > 0.1 for came in self._sessions.commit(changes)]
+
+
+class Loses(Wrapped):
+    """A version comes without its heads."""
+
+    def commit(self, changes: Sequence[Change]) -> Sequence[bool]:
+        return self._sessions.commit([each._replace(refs={} if self._rng.random() < 0.2 else each.refs) for each in changes])
+
+
+class Forgets(Wrapped):
+    """Some nodes that were acknowledged are not there."""
+
+    def commit(self, changes: Sequence[Change]) -> Sequence[bool]:
+        return self._sessions.commit([each._replace(nodes=() if self._rng.random() < 0.05 else each.nodes) for each in changes])
+
+
+class Careless(Client):
+    """A client that does not say what it expects."""
+
+    def _swap(self, session: Any, name: str, expected: Head | None) -> None:
+        move, session_of = type(session).set_head, session
+
+        class Moving:
+            id = session.id
+            root = session.root
+
+            def set_head(self, name: str, node: bytes, expected: Head | None) -> Head:
+                return move(session_of, name, node)
+
+        super()._swap(Moving(), name, expected)  # type: ignore[arg-type]
+
+
+def test_clients_in_one_process_are_right(tmp_path: Path) -> None:
+    history, store = in_one_process(tmp_path, lambda backend: backend)
+    with store:
+        history.check_all(store)
+    kinds = {each.kind for each in history.done if each.was_done}
+    assert kinds >= {"append", "generate", "read", "set", "cas", "fork", "pin", "alias", "drop"}
+    assert sum(each.kind == "cas" and each.result[0] == "moved" for each in history.done if each.was_done) > 5
+
+
+@pytest.mark.parametrize(
+    ("broken", "found"), [(SaysNo, "have an order"), (Loses, "given out twice|have an order"), (Careless, "have an order")]
+)
+def test_a_history_of_what_is_broken_has_no_order(broken: Any, found: str, tmp_path: Path) -> None:
+    history, store = in_one_process(tmp_path, *_with(broken))
+    with store, pytest.raises(AssertionError, match=found):
+        history.check_heads(store)
+
+
+@pytest.mark.parametrize("broken", [SaysYes, Forgets])
+def test_what_was_acknowledged_and_is_not_there_is_missed(broken: Any, tmp_path: Path) -> None:
+    history, store = in_one_process(tmp_path, *_with(broken))
+    with store, pytest.raises((AssertionError, CorruptTree)):
+        history.check_nodes(store)
+
+
+def _with(broken: Any) -> tuple[Wrap, type[Client]]:
+    if issubclass(broken, Client):
+        return lambda backend: backend, broken
+    return lambda backend: backend._replace(sessions=broken(backend.sessions)), Client

@@ -771,7 +771,7 @@ class Session:
             self._check_open()
             raise
         if many:
-            gone, self._dropped = journal.dropped_since(self._number), True
+            self._dropped = True
         self._unsettled.clear()
         self._waiting = 0
         self._written = self._told[0] = tree

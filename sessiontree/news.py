@@ -100,7 +100,7 @@ def _parent_of(tree: SessionTree, ordinal: int, ids: NDArray[np.uint8]) -> bytes
     layers = tree._index.layers_upward(tree._count)
     index = next(index for index, visible in reversed(layers) if index.base_count <= ordinal < visible)
     if isinstance(index, StoredIndex):
-        return ids[index.source.parent_of(ordinal)].tobytes()
+        return bytes(ids[index.source.parent_of(ordinal)])
     parent = index.nodes[ordinal - index.base_count].parent
     return None if parent is None else parent.id
 

@@ -464,16 +464,21 @@ class Session:
             plan, reused, fork = plan_record(
                 match, beyond, prompt, completion, items, key=key, prompt_details=prompt_details, details=details, **roles
             )
+            own: list[str] | None = [] if key is None else None
             with suppress(UnknownNode):  # what it goes on from was dropped meanwhile
-                made = self._swap(partial(self._attach_generation, plan, own_key=key is None))
+                made = self._swap(partial(self._attach_generation, plan, own))
                 assert made.parent is not None
                 return Recorded(made.parent, made, reused, fork)
 
-    def _attach_generation(self, plan: Plan, tree: SessionTree, *, own_key: bool) -> tuple[SessionTree, Node]:
+    def _attach_generation(self, plan: Plan, own: list[str] | None, tree: SessionTree) -> tuple[SessionTree, Node]:
+        """``own``: its own key, the same however often it is done anew; empty before it has one, None where it has another."""
         self._check_there(tree, plan.parent)
         tree._check_limit(plan.stop, 0)
-        # Only now: a generation that is refused uses up no key.
-        return tree._attach_all(with_key(plan, self._own_key(plan.parent)) if own_key else plan, reserved=0)
+        if own is not None:
+            if not own:  # only now: a generation that is refused uses up no key
+                own.append(self._own_key(plan.parent))
+            plan = with_key(plan, own[0])
+        return tree._attach_all(plan, reserved=0)
 
     def _attach(self, parent: Node, turn: Turn, details: Details, reserved: int = 0) -> Node:
         # As _swap, without its calls: this is what every append and commit goes through.

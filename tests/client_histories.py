@@ -148,7 +148,11 @@ class History:
                 return gone
             case "UnknownNode":
                 nodes = [each.given[name] for name in ("parent", "node") if name in each.given]
-                known = [self.nodes[each.session, bytes.fromhex(node)] for node in nodes if (each.session, bytes.fromhex(node)) in self.nodes]
+                known = [
+                    self.nodes[each.session, bytes.fromhex(node)]
+                    for node in nodes
+                    if (each.session, bytes.fromhex(node)) in self.nodes
+                ]
                 return any(drop.made < each.returned for node in known for drop in self.dropped_by(each.session, node)) or (
                     not nodes and each.kind == "read" and bool(self.drops[each.session])
                 )
@@ -159,6 +163,8 @@ class History:
                 return any(other.made < each.returned and other.given["parent"] == parent for other in taken)
             case "NodeHeld":
                 return each.kind in ("drop", "drop_session")
+            case "Unsupported":  # a node of the path that a fork shares
+                return each.kind == "drop" and each.session in self.forks
             case "SessionExists":
                 return any(other is not each and other.made < each.returned for other in self.forks[each.given["new"]])
         return False
@@ -223,7 +229,7 @@ class History:
         latest = -1  # when one that stands before this was made at the earliest
         for node in nodes_of(session):
             made = self.made[session.id, node.id]
-            assert min((each.returned for each in made)) >= latest, f"{node!r} stands behind one that was made after it"
+            assert min(each.returned for each in made) >= latest, f"{node!r} stands behind one that was made after it"
             latest = max(latest, min(each.made for each in made))
 
     def check_pins(self, store: SessionStore) -> None:

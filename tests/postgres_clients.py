@@ -17,7 +17,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from sessiontree import Head, HeadMoved, KeyTaken, MediaItem, Node, Session, SessionStore, SessionTreeError, StoreFailed, UnknownHead
+from sessiontree import (
+    Head,
+    HeadMoved,
+    KeyTaken,
+    MediaItem,
+    Node,
+    Session,
+    SessionStore,
+    SessionTreeError,
+    StoreFailed,
+    UnknownHead,
+)
 from sessiontree.backends.shared import Backend
 from sessiontree.positions import PositionScheme, scheme
 
@@ -117,9 +128,9 @@ class Client:
             self.pin: 3,
             self.alias: 1,
             self.look_around: 2,
-            self.drop: 4 if self.number == 0 else 0,
-            self.drop_session: 0.5 if self.number == 0 and self.forks else 0,
-            self.collect: 0.5 if self.number == 0 else 0,
+            self.drop: 12 if self.number == 0 else 0,
+            self.drop_session: 2 if self.number == 0 and self.forks else 0,
+            self.collect: 2 if self.number == 0 else 0,
         }
         rng.choices(list(weights), list(weights.values()))[0](session)
 

@@ -5,7 +5,6 @@ What a client does is in ``postgres_clients.py``, what has to hold in ``client_h
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -22,8 +21,7 @@ import sqlite_backend
 
 from sessiontree import CorruptTree, Head, SessionStore
 from sessiontree.backends.shared import Backend, Change, Sessions
-from tests.client_histories import MAKING, History, Operation, operations
-from tests.linearizability import NEVER, NotLinearizable
+from tests.client_histories import History, Operation, operations
 from tests.postgres_clients import ROOTS, Client, rules
 from tests.postgres_server import ROOT, Server
 from tests.threads import in_threads

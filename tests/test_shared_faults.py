@@ -5,11 +5,12 @@ The backend is that over SQLite. What is right is said by a store in memory, in 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple, get_args
@@ -19,43 +20,39 @@ import sqlite_backend
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sessiontree import Head, Node, Session, SessionStore, SessionTreeError, StoreFailed
-from sessiontree.backends.shared import Backend, Change, Look, Nodes, Sessions
-from sessiontree.tree import UNSET
+from sessiontree import Head, KeyTaken, Node, Session, SessionStore, SessionTreeError, StoreFailed, UnknownSession
+from sessiontree.aio import AsyncStore
+from sessiontree.backends.shared import Backend, Change
+from tests.linearizability import Call, check
+from tests.test_linearizability import recorded
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
-NAMES = ("main", "side")
 
 
-class FaultySessions(Sessions):
-    """Sessions of a backend. ``before``, ``after``: called with the changes around the next commits; what they raise is raised."""
+class Faulty:
+    """A part of a backend. ``before``, ``after``: by method, what is called around it, with what it is given; it may raise."""
 
-    def __init__(self, sessions: Sessions) -> None:
-        self.sessions = sessions
-        self.before: Callable[[Sequence[Change]], object] | None = None
-        self.after: Callable[[Sequence[Change]], object] | None = None
-        self.looking: Callable[[], object] | None = None
-        self.commits = 0
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+        self.before: dict[str, Callable[..., object]] = {}
+        self.after: dict[str, Callable[..., object]] = {}
 
-    def __getattribute__(self, name: str) -> Any:
-        own = object.__getattribute__(self, "__dict__")
-        if name in own or name in ("commit", "look", "__dict__"):
-            return object.__getattribute__(self, name)
-        return getattr(own["sessions"], name)
+    def __getattr__(self, name: str) -> Any:
+        def call(*given: Any) -> Any:
+            self.before.get(name, nothing)(*given)
+            result = getattr(self.inner, name)(*given)
+            self.after.get(name, nothing)(*given)
+            return result
 
-    def commit(self, changes: Sequence[Change]) -> Sequence[bool]:
-        self.commits += 1
-        if self.before is not None:
-            self.before(changes)
-        came = self.sessions.commit(changes)
-        if self.after is not None:
-            self.after(changes)
-        return came
+        return call
 
-    def look(self, number: int, since: tuple[int, int, int] | None = None) -> Look | None:
-        if self.looking is not None:
-            self.looking()
-        return self.sessions.look(number, since)
+    def heal(self) -> None:
+        self.before.clear()
+        self.after.clear()
+
+
+def nothing(*_: object) -> None:
+    """What is called where nothing is to happen."""
 
 
 class Place:
@@ -63,17 +60,24 @@ class Place:
 
     def __init__(self, directory: str | Path) -> None:
         self.path = f"{directory}/store"
-        backend = sqlite_backend.connect(self.path)
-        self.faults = FaultySessions(backend.sessions)
-        self.backend = backend._replace(sessions=self.faults)
-        self.store = SessionStore.connect(self.backend)
-        self.rival = SessionStore.connect(sqlite_backend.connect(self.path))
+        backend = self.connect()
+        self.faults: Any = Faulty(backend.sessions)
+        self.reads: Any = Faulty(backend.nodes)
+        self.store = SessionStore.connect(backend._replace(sessions=self.faults, nodes=self.reads))
+        self.rival = self.fresh()
+
+    def connect(self) -> Backend:
+        backend: Any = sqlite_backend.connect(self.path)
+        for _, connection in backend.sessions.db.connections.values():
+            connection.execute("PRAGMA synchronous = OFF")  # nothing here is about the disk
+        return backend  # type: ignore[no-any-return]
 
     def fresh(self) -> SessionStore:
-        return SessionStore.connect(sqlite_backend.connect(self.path))
+        return SessionStore.connect(self.connect())
 
     def close(self) -> None:
-        self.faults.before = self.faults.after = self.faults.looking = None
+        self.faults.heal()
+        self.reads.heal()
         self.store.close()
         self.rival.close()
 
@@ -170,9 +174,11 @@ def outline(session: Session) -> tuple[Any, ...]:
     return nodes, {name: place(session.head(name)) for name in sorted(session.heads)}, session.pins
 
 
+OFTEN = ("append", "swap")
+KINDS = (*OFTEN, *OFTEN, "generate", "replace", "truncate", "set", "drop_head", "pin", "unpin", "drop")
 ACTS = st.builds(
     Act,
-    st.sampled_from(["append", "append", "generate", "replace", "truncate", "set", "swap", "swap", "drop_head", "pin", "unpin", "drop"]),
+    st.sampled_from(KINDS),
     node=st.integers(0, 6),
     token=st.integers(0, 2),
     name=st.sampled_from(("main", "side")),
@@ -181,6 +187,7 @@ ACTS = st.builds(
 )
 Fault = Literal["before it is written", "after it was written", "before the call", "meanwhile", "looking"]
 FAULTS: st.SearchStrategy[Fault] = st.sampled_from(get_args(Fault))
+Step = tuple[Act, tuple[Fault, Act] | None]
 STEPS = st.lists(st.tuples(ACTS, st.none() | st.tuples(FAULTS, ACTS)), max_size=40 if SOAK else 20)
 
 
@@ -212,17 +219,17 @@ class Modelled:
 
         match fault and fault[0]:
             case "before it is written":
-                faults.before = once(down)
+                faults.before["commit"] = once(down)
             case "after it was written":
-                faults.after = once(down)
+                faults.after["commit"] = once(down)
             case "looking":
-                faults.looking = once(down)
+                faults.before["look"] = once(down)
             case "before the call":
                 other()
             case "meanwhile":
-                faults.before = once(other)
+                faults.before["commit"] = once(other)
         result = act.on(self.mine, known, heads)
-        faults.before = faults.after = faults.looking = None
+        faults.heal()
         if came == ["down"]:
             assert result == (Down, None), (act, result)
             if fault and fault[0] == "after it was written":
@@ -249,34 +256,184 @@ class Modelled:
 
     def _check_events(self) -> None:
         """Who follows them knows what the session shows; and none is told twice."""
-        shown, heads, version = {self.model.root.id: self.model.root.id}, dict[str, bytes](), 0
+        root = self.model.root.id
+        shown: dict[bytes, bytes | None] = {root: None}
+        heads: dict[str, bytes | None] = {}
+        version = 0
         for event in self.events.poll():
-            assert event.node_id is not None or event.kind == "head_moved"
+            node_id: Any = event.node_id
             match event.kind:
                 case "node_committed":
-                    assert event.node_id not in shown and event.parent_id in shown
-                    shown[event.node_id] = event.parent_id
+                    assert node_id not in shown and event.parent_id in shown
+                    shown[node_id] = event.parent_id
                 case "nodes_dropped":
-                    below = {event.node_id}
+                    assert node_id in shown
+                    below = {node_id}
                     for node, parent in shown.items():
                         below |= {node} if parent in below else set()
-                    assert event.node_id in shown
                     shown = {node: parent for node, parent in shown.items() if node not in below}
                 case "head_moved":
-                    assert event.version > version
+                    assert event.version is not None and event.version > version
                     version = event.version
-                    heads.pop(event.head, None)
-                    if event.node_id is not None:
-                        heads[event.head] = event.node_id
+                    heads[str(event.head)] = node_id
         right, places, _ = outline(self.model)
-        assert shown == {self.model.root.id: self.model.root.id} | {node: parent for node, parent, *_ in right}
-        assert heads == {name: node for name, (node, _) in places.items()}
+        assert shown == {root: None} | {node: parent for node, parent, *_ in right}
+        assert {name: node for name, node in heads.items() if node} == {name: node for name, (node, _) in places.items()}
 
 
 @given(STEPS)
-def test_whatever_fails_and_whoever_comes_first_it_is_as_if_one_did_it_all(steps: list[tuple[Act, tuple[Fault, Act] | None]]) -> None:
+def test_whatever_fails_and_whoever_comes_first_it_is_as_if_one_did_it_all(steps: list[Step]) -> None:
     with TemporaryDirectory() as directory, Place(directory) as at:
         both = Modelled(at)
         for act, fault in steps:
             both.step(act, fault)
         both.end()
+
+
+# --- one thing after the other ------------------------------------------------------------------------------------------------
+
+
+def test_a_generation_keeps_its_own_key_where_somebody_else_came_first(at: Place) -> None:
+    mine = at.store.create("s", scheme="text@hf5")
+    theirs = at.rival.get("s")
+    at.faults.before["commit"] = once(lambda: theirs.append(theirs.root, [9]))
+    made = mine.record([1, 2], [3]).completion
+    assert made in mine.tree
+    assert [node.key for node in mine.descendants(mine.root) if node.origin == "generated"] == [made.key]
+
+
+def test_under_asyncio_what_is_told_is_what_is_there(at: Place) -> None:
+    """Each operation is done anew, since somebody else writes before each of the first few commits."""
+
+    async def work() -> None:
+        store = AsyncStore(at.store)
+        session = await store.create("s", scheme="text@hf5")
+        theirs = at.rival.get("s")
+        others = itertools.count()
+
+        def other(*_: object) -> None:
+            if (number := next(others)) < 12 and number % 2 == 0:
+                theirs.set_head("theirs", theirs.append(theirs.root, [number]))
+
+        at.faults.before["commit"] = other
+        root = session.session.root
+        draft = await session.draft(root)
+        draft.extend([5, 6])
+        recorded, committed, *appended = await asyncio.gather(
+            session.record([1, 2], [3]), session.commit(draft), *(session.append(root, [100 + number]) for number in range(4))
+        )
+        heads = [await session.set_head("main", node) for node in appended]
+        replaced = await session.replace(appended[0], [7], head="main")
+        heads.append(session.session.head("main"))
+        assert next(others) > 8
+        at.faults.heal()
+        await session.refresh()
+        with at.fresh() as fresh:
+            there = fresh.get("s")
+            for node in (recorded.prompt, recorded.completion, committed, *appended, replaced):
+                assert there.node(node.id) == node
+            assert there.head("main") == heads[-1]
+            assert place(there.head("main")) == (replaced.id, heads[-1].version)
+        versions = [head.version for head in heads]
+        assert versions == sorted(set(versions))
+        await store.close()
+
+    asyncio.run(work())
+
+
+def test_heads_under_threads_beside_somebody_who_writes_are_linearizable(at: Place) -> None:
+    """Every third commit comes too late, for an append elsewhere: so no version is anybody else's."""
+    others = itertools.count()
+
+    def other(changes: Sequence[Change]) -> None:
+        if (number := next(others)) % 3 == 2 and changes[0].before > 0:
+            theirs = at.rival.get("s")
+            theirs.append(theirs.root, [1000 + number])
+
+    at.faults.before["commit"] = other
+    recorder, session = recorded(at.store, threads=6, rounds=25 if SOAK else 12)
+    at.faults.heal()
+    order = check(recorder.calls)
+    end = max(call.returned for call in order)
+    with at.fresh() as fresh:
+        heads = fresh.get("s").heads
+        last = {name: place(fresh.get("s").head(name)) if name in heads else None for name in "ab"}
+        assert sum(node.token_ids[0] >= 1000 for node in fresh.get("s").children(session.root)) == next(others) // 3
+    said = {name: (bytes(at[0]), at[1]) if at else None for name, at in last.items()}
+    check([*order, *(Call(end + 1, end + 2, "read", name, result=said[name]) for name in "ab")])
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_of_what_a_store_does_an_error_leaves_all_or_nothing(at: Place, when: str) -> None:
+    def failing(method: str, what: Callable[[], object]) -> None:
+        getattr(at.faults, when)[method] = once(fail)
+        with pytest.raises(Down):
+            what()
+        at.faults.heal()
+
+    done = when == "after"
+    store = at.store
+    failing("create", lambda: store.create("s", scheme="text@hf5"))
+    assert store.sessions() == (("s",) if done else ())
+    session = store.get("s") if done else store.create("s", scheme="text@hf5")
+    node = session.append(session.root, [1])
+
+    failing("create", lambda: store.fork(session, node, "f"))
+    assert ("f" in store.sessions()) == done
+    fork = store.get("f") if done else store.fork(session, node, "f")
+    assert [each.id for each in fork.node(node.id).path()] == [each.id for each in node.path()]
+
+    failing("name", lambda: store.alias_media("cat", bytes(32)))
+    with pytest.raises(KeyTaken) if done else nullcontext():
+        assert store.alias_media("cat", bytes([1] * 32)) == bytes([1] * 32)
+
+    failing("commit", lambda: store.drop("f"))
+    assert ("f" in store.sessions()) != done
+    if done:
+        with pytest.raises(UnknownSession):
+            store.get("f")
+    else:
+        store.get("f").append(node.id, [2])
+        store.drop("f")
+    store.create("f", scheme="text@hf5")
+
+    session.drop(node)
+    failing("remove", store.gc)
+    store.gc()
+    with at.fresh() as fresh:
+        assert list(fresh.get("s").descendants(session.root)) == []
+    assert session.append(session.root, [1]) == node
+
+
+def test_what_cannot_be_read_now_is_read_later(at: Place) -> None:
+    theirs = at.rival.create("s", scheme="text@hf5")
+    theirs.set_head("main", theirs.append(theirs.root, [1, 2]))
+    mine = at.store.get("s")
+    head = mine.head("main")
+    at.reads.before["read"] = at.faults.before["look"] = fail
+    for what in (lambda: head.node, mine.refresh, lambda: at.store.get("s"), lambda: mine.children(mine.root)):
+        with pytest.raises(Down):
+            what()
+    at.reads.heal()
+    at.faults.heal()
+    assert head.node.token_ids.tolist() == [1, 2]
+    assert mine.append(head.node, [3]).depth == 2
+
+
+def test_a_store_that_was_down_for_a_while_goes_on_with_all_its_sessions(at: Place) -> None:
+    sessions = [at.store.create(f"s{number}", scheme="text@hf5") for number in range(3)]
+    before = [session.append(session.root, [1]) for session in sessions]
+    at.faults.before["commit"] = at.faults.before["look"] = fail
+    for _ in range(3):
+        for session, node in zip(sessions, before, strict=True):
+            for what in (partial(session.append, node, [2]), partial(session.set_head, "main", node), partial(session.pin, node)):
+                with pytest.raises(StoreFailed):
+                    what()
+            assert list(session.descendants(session.root)) == [node]
+            assert not session.heads and not session.pins
+    at.faults.heal()
+    for session, node in zip(sessions, before, strict=True):
+        assert session.set_head("main", session.append(node, [2])).version == 1
+        session.pin(node)
+        session.drop_head("main")
+        assert len(at.rival.get(session.id).tree) == 3

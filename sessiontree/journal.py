@@ -618,10 +618,6 @@ class Journal:
         """As :meth:`tree`, for somebody who only looks."""
         return self.tree(number)
 
-    def dropped_since(self, number: int) -> Sequence[bytes]:
-        """Ids of what was dropped from a session between the last two calls of :meth:`tree`, where many write."""
-        return ()
-
     def drops_of(self, number: int | None) -> Any:
         """What :meth:`create` is to be given of a session that is forked; whoever calls it holds that session's lock."""
         return self.drops

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from sessiontree.digest import ID_BYTES
 from sessiontree.draft import Draft
 from sessiontree.errors import SessionTreeError
 from sessiontree.events import Batch, Event, Fields, Kind, lost
 from sessiontree.heads import Dropped, Head
+from sessiontree.index import NodeIndex
 from sessiontree.node import Node
 from sessiontree.query import lowest_common_ancestor
 from sessiontree.stored import StoredHead, StoredIndex
@@ -43,12 +48,7 @@ def followed(
     assert isinstance(old, StoredIndex) and isinstance(new, StoredIndex)
     made, gone = new.source.differing(old.source)
     events: list[Fields] = []
-    for ordinal in made if "node_committed" in wanted else ():
-        try:
-            events.append(committed(session_id, incarnation, new.node(ordinal)))
-        except SessionTreeError as error:  # nobody is to fail for a listener's sake
-            _logger.warning("session %r: a new node cannot be told of: %s", session_id, error)
-            events.append(lost(1))
+    events += _made(session_id, incarnation, new, made if "node_committed" in wanted else ())
     events += _moved(session_id, incarnation, before, after, wanted, drafts)
     return tuple(events) + dropped(session_id, incarnation, map(old.source.id_of, gone), wanted)
 
@@ -56,17 +56,63 @@ def followed(
 def looked_anew(
     session_id: str, incarnation: int, before: SessionTree, after: SessionTree, wanted: frozenset[str], drafts: Drafts
 ) -> Batch:
-    """As :func:`changed`, of what others wrote where many do. New nodes are read; what was dropped is told of by others."""
+    """The same where many write, and this process may have written since it looked. What was dropped may have been made again."""
     events: list[Fields] = []
-    if "node_committed" in wanted:
-        try:
-            for node in after._index.nodes_from(before._count, after._count):
-                events.append(committed(session_id, incarnation, node))
-        except SessionTreeError as error:  # nobody is to fail for a listener's sake
-            _logger.warning("session %r: new nodes cannot be told of: %s", session_id, error)
-            events.append(lost(1))
+    if wanted & {"node_committed", "nodes_dropped"}:
+        made, gone = _differing(before, after)
+        events += dropped(session_id, incarnation, gone, wanted)
+        events += _made(session_id, incarnation, after._index.bottom, made if "node_committed" in wanted else ())
     events += _moved(session_id, incarnation, before, after, wanted, drafts)
     return tuple(events)
+
+
+def _differing(before: SessionTree, after: SessionTree) -> tuple[Sequence[int], Sequence[bytes]]:
+    """Ordinals of nodes that ``after``, which lies in a store, shows and ``before`` did not; ids of those that are gone.
+
+    Of those that lie below each other, the topmost.
+    """
+    stored = after._index.bottom
+    assert isinstance(stored, StoredIndex)
+    count = max(before._count, after._count)
+    old, new = _ids(before, count), _ids(after, count)
+    other = (old != new).any(axis=1)
+    other[: stored.source.first] = False  # the path that it is forked from
+    made, gone = np.flatnonzero(other & new.any(axis=1)), np.flatnonzero(other & old.any(axis=1))
+    ids = {ordinal: old[ordinal].tobytes() for ordinal in gone.tolist()}
+    every = set(ids.values())
+    return made.tolist(), [node_id for ordinal, node_id in ids.items() if _parent_of(before, ordinal, old) not in every]
+
+
+def _ids(tree: SessionTree, count: int) -> NDArray[np.uint8]:
+    """Ids by ordinal: (count, 32); zeros where there is none, or it is on the path that a stored fork shares."""
+    ids = np.zeros((count, ID_BYTES), np.uint8)
+    for index, visible in tree._index.layers_upward(tree._count):
+        if isinstance(index, StoredIndex):
+            ids[index.source.first : visible] = index.source.ids()[: visible - index.source.first]
+        elif visible > index.base_count:
+            joined = b"".join([node.id for node in index.nodes[: visible - index.base_count]])
+            ids[index.base_count : visible] = np.frombuffer(joined, np.uint8).reshape(-1, ID_BYTES)
+    return ids
+
+
+def _parent_of(tree: SessionTree, ordinal: int, ids: NDArray[np.uint8]) -> bytes | None:
+    """The id of a node's parent, without reading either."""
+    layers = tree._index.layers_upward(tree._count)
+    index = next(index for index, visible in reversed(layers) if index.base_count <= ordinal < visible)
+    if isinstance(index, StoredIndex):
+        return bytes(ids[index.source.parent_of(ordinal)])
+    parent = index.nodes[ordinal - index.base_count].parent
+    return None if parent is None else parent.id
+
+
+def _made(session_id: str, incarnation: int, stored: NodeIndex, made: Iterable[int]) -> Iterator[Fields]:
+    """That nodes are visible which were made elsewhere, and are read for it."""
+    for ordinal in made:
+        try:
+            yield committed(session_id, incarnation, stored.nodes[ordinal - stored.base_count])
+        except SessionTreeError as error:  # nobody is to fail for a listener's sake
+            _logger.warning("session %r: a new node cannot be told of: %s", session_id, error)
+            yield lost(1)
 
 
 def committed(session_id: str, incarnation: int, node: Node, _kind: Kind = "node_committed") -> Fields:

@@ -301,7 +301,7 @@ class Session:
         # As SessionTree.append, but the lock is only held for what needs it.
         meter = self._feed.meter
         begun = 0.0 if meter is None else meter.now()
-        parent = self._tree._resolve(parent)
+        parent = self._found(parent)
         max_tokens, reserved = self._limits
         data = token_bytes(token_ids, max_tokens)
         if strip_bos is not None:
@@ -329,7 +329,7 @@ class Session:
         with self._lock:
             if self._closed:
                 self._check_open()
-            node = self._tree._resolve(parent)
+            node = self._found(parent)
             draft = Draft(
                 node,
                 role=role,
@@ -464,16 +464,21 @@ class Session:
             plan, reused, fork = plan_record(
                 match, beyond, prompt, completion, items, key=key, prompt_details=prompt_details, details=details, **roles
             )
+            own: list[str] | None = [] if key is None else None
             with suppress(UnknownNode):  # what it goes on from was dropped meanwhile
-                made = self._swap(partial(self._attach_generation, plan, own_key=key is None))
+                made = self._swap(partial(self._attach_generation, plan, own))
                 assert made.parent is not None
                 return Recorded(made.parent, made, reused, fork)
 
-    def _attach_generation(self, plan: Plan, tree: SessionTree, *, own_key: bool) -> tuple[SessionTree, Node]:
+    def _attach_generation(self, plan: Plan, own: list[str] | None, tree: SessionTree) -> tuple[SessionTree, Node]:
+        """``own``: its own key, the same however often it is done anew; empty before it has one, None where it has another."""
         self._check_there(tree, plan.parent)
         tree._check_limit(plan.stop, 0)
-        # Only now: a generation that is refused uses up no key.
-        return tree._attach_all(with_key(plan, self._own_key(plan.parent)) if own_key else plan, reserved=0)
+        if own is not None:
+            if not own:  # only now: a generation that is refused uses up no key
+                own.append(self._own_key(plan.parent))
+            plan = with_key(plan, own[0])
+        return tree._attach_all(plan, reserved=0)
 
     def _attach(self, parent: Node, turn: Turn, details: Details, reserved: int = 0) -> Node:
         # As _swap, without its calls: this is what every append and commit goes through.
@@ -529,16 +534,22 @@ class Session:
     ) -> tuple[Node, int] | None:
         """As :meth:`_swap_durably`, without its calls, up to the number to wait for.
 
-        None where that is not enough: it finds the node, if it made one, and tells of it.
+        None where that is not enough: it finds the node, if it made one, and tells of it. So it is where many write and this is
+        refused, perhaps for what is there no longer.
         """
         told = self._told
         with self._lock:
             before = self._written
             if self._closed or self._doubtful or self._unsettled:
                 return None
-            if self._dropped:
-                self._check_there(before, parent)
-            after, node = before._attach_alone(parent, turn, details, None, reserved, True)
+            try:
+                if self._dropped:
+                    self._check_there(before, parent)
+                after, node = before._attach_alone(parent, turn, details, None, reserved, True)
+            except SessionTreeError:
+                if journal.many_write:
+                    return None
+                raise
             if after is before or self._written is not before:
                 return None
             self._written = after
@@ -583,6 +594,17 @@ class Session:
         """A node that was found before the lock was taken may have been dropped since. Raises UnknownNode."""
         if self._dropped:
             tree._resolve(parent)
+
+    def _found(self, node: Node | bytes) -> Node:
+        """A node of it, that others may have made since it looked. Raises UnknownNode."""
+        try:
+            return self._tree._resolve(node)
+        except UnknownNode:
+            journal = self._store._journal
+            if journal is None or not journal.many_write or self._closed:
+                raise
+        self._look_anew(journal)
+        return self._tree._resolve(node)
 
     def _swap(self, operation: Callable[[SessionTree], tuple[SessionTree, T]]) -> T:
         """Take the tree on by one operation, which gives the new tree and a result.
@@ -653,11 +675,13 @@ class Session:
                 try:
                     after, result = operation(before)
                 except SessionTreeError as error:
+                    if self._looks_again(journal):
+                        continue
                     if not self._unsettled:
                         raise
                     refused, waiting = error, self._waiting
                     break
-                if self._written is not before:
+                if self._written is not before or (after is before and self._looks_again(journal)):
                     continue
                 self._written = after
                 try:
@@ -752,7 +776,7 @@ class Session:
             self._check_open()
             raise
         if many:
-            gone, self._dropped = journal.dropped_since(self._number), True
+            self._dropped = True
         self._unsettled.clear()
         self._waiting = 0
         self._written = self._told[0] = tree
@@ -782,6 +806,8 @@ class Session:
     def _look_anew(self, journal: Journal) -> None:
         """Have what there is by now."""
         assert self._number is not None
+        if journal.many_write:
+            check_may_wait(journal)
         with self._lock:
             if not journal.many_write:
                 self._follow(*journal.tree(self._number))
@@ -794,6 +820,19 @@ class Session:
         journal = self._store._journal
         with self._lock:  # where nothing is dropped in between
             return self._tree, 0 if journal is None else journal.drops_of(self._number)
+
+    def _looks_again(self, journal: Journal) -> bool:
+        """Whether others wrote what it did not know of, and knows now; the lock is held.
+
+        What is refused, or finds nothing to do, writes nothing that could be refused in its turn, so this is to be asked first.
+        """
+        if not journal.many_write or self._number is None:
+            return False
+        if not journal.is_current(self._number):
+            self._reload(journal)
+            return True
+        self._settle(journal)  # all of that is durable
+        return False
 
     def _show(self, journal: Journal) -> None:
         with self._lock:
@@ -810,12 +849,12 @@ class Session:
 
     def truncate(self, node: Node | bytes, length: int) -> Node:
         """The first ``length`` tokens of a node's path. See :meth:`SessionTree.truncate`."""
-        source = self._tree._resolve(node)
+        source = self._found(node)
         return self._planned(plan_prefix(source, in_range(length, source.stop, "length", source)), source.stop)
 
     def drop_last(self, node: Node | bytes, count: int) -> Node:
         """A node's path without its last ``count`` tokens. See :meth:`SessionTree.drop_last`."""
-        source = self._tree._resolve(node)
+        source = self._found(node)
         return self._planned(plan_prefix(source, source.stop - in_range(count, source.stop, "count", source)), source.stop)
 
     def _take(self, turns: Sequence[tuple[bytes, Turn, Details]]) -> int:
@@ -873,13 +912,12 @@ class Session:
 
     def rewrite(self, node: Node | bytes, edits: Iterable[Edit | Sequence[Any]]) -> Node:
         """A path like the node's with some of its tokens replaced. See :meth:`SessionTree.rewrite`."""
-        source = self._tree._resolve(node)
+        source = self._found(node)
         return self._planned(plan_rewrite(source, edits), source.stop)
 
     def linearize(self, results: Sequence[Node | bytes]) -> Node:
         """One path through sibling turns, in the order given. See :meth:`SessionTree.linearize`."""
-        tree = self._tree
-        return self._planned(plan_linear([tree._resolve(node) for node in results]), 0)
+        return self._planned(plan_linear([self._found(node) for node in results]), 0)
 
     def set_head(self, name: str, node: Node | bytes, expected: Head | Node | bytes | None = UNSET) -> Head:
         """Create or move a head, by compare-and-set where ``expected`` is given. See :meth:`SessionTree.set_head`."""
@@ -912,9 +950,14 @@ class Session:
             if journal is not None:
                 self._catch_up(journal)
             tree = self._tree if journal is None else self._written
-            found = tree._resolve(node)
+            try:
+                found = tree._resolve(node)
+            except UnknownNode:
+                if journal is not None and self._looks_again(journal):
+                    return False
+                raise
             if (found.id in self._pins) == pinned:
-                return True
+                return journal is None or not self._looks_again(journal)
             ordinal = tree._index.find_ordinal(found, tree._count)
             assert ordinal is not None
             number = self._number
@@ -995,8 +1038,7 @@ class Session:
                 self._check_open()
                 journal.flush()
                 self._catch_up(journal)
-                if journal.many_write and not journal.is_current(self._number or 0):
-                    self._reload(journal)
+                self._looks_again(journal)
                 tree, number = self._told[0], self._number
                 ordinals = doomed(tree)
                 if not ordinals or number is None:

@@ -87,7 +87,6 @@ class SharedJournal(Journal):
     def _begin(self) -> None:
         self._openings = 0  # where it is only read
         self._drawn: list[int] = []
-        self._hidden: dict[int, tuple[set[int], Sequence[bytes]]] = {}  # what each session in hand does not show, and since when
 
     @property
     def many_write(self) -> bool:
@@ -141,21 +140,13 @@ class SharedJournal(Journal):
         snapshot, removals, gone = self.shared.claim(number)
         if gone:
             raise UnknownSession(f"session {number} was dropped", session_id=str(number))
-        columns = SessionColumns(*snapshot, removals)
-        hidden = set(self.dropped(columns, number))
-        before = self._hidden.get(number, (hidden, ()))[0]
-        new = sorted(hidden - before)
-        self._hidden[number] = hidden, self._ids_of(columns, number, new) if new else ()
-        return self._made_of(columns, number)
+        return self._made_of(SessionColumns(*snapshot, removals), number)
 
     def view(self, number: int) -> tuple[SessionTree, dict[bytes, int]]:
         known = self.shared.look(number)
         if known.gone:
             raise UnknownSession(f"session {number} was dropped", session_id=str(number))
         return self.stored(number)
-
-    def dropped_since(self, number: int) -> Sequence[bytes]:
-        return self._hidden.get(number, ((), ()))[1]
 
     def drops_of(self, number: int | None) -> Any:
         return 0 if number is None else self.shared.known(number).seen[0]
@@ -208,7 +199,6 @@ class SharedJournal(Journal):
                     self.shared.look(tip[0])
                 raise Overtaken(f"{self.path}: something was dropped meanwhile")
         self.shared.made(number, record, nodes)
-        self._hidden[number] = set(), ()
         return number, self._number(), 0
 
     def _own_tip(self, number: int, ordinal: int, tree: SessionTree) -> tuple[int, int]:

@@ -313,6 +313,7 @@ class SessionStore:
         if not isinstance(session, Session):
             raise TypeError(f"a Session is forked, not {type(session).__name__}")
         while True:
+            session._found(node)
             tree, drops = session._seen()
             source = tree._resolve(node)
             with suppress(Overtaken):  # something was dropped: perhaps this node

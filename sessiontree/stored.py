@@ -145,6 +145,9 @@ class NodeSource(Protocol):
         Of the latter without those below them.
         """
 
+    def ids(self) -> NDArray[np.uint8]:
+        """The ids of all its nodes, in order: (n, 32), zeros where one is missing. Nothing is read for it."""
+
     def find_key(self, parent: int, key: str) -> Sequence[int]:
         """Ordinals of the children of ``parent`` that may have this key."""
 

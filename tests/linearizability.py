@@ -5,6 +5,8 @@ Wing and Gong's search, with Lowe's memory of where it has been. A call that cha
 trying anything else: whatever order there is, there is one with that call there. What heads return names a version, which says
 where in the order a move stands, so that hardly anything is left to search.
 
+A call that never returned, as of a process that was killed in it, may have been done at any time after it was made, or never.
+
 What a session's heads are, without threads, is :func:`step`.
 """
 
@@ -14,10 +16,11 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from threading import get_ident
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 Value = Any  # of a node, something that compares
 Place = tuple[Value, int]  # of a head: where it is, and its version
+NEVER: Final = 2**63  # when a call returned that has not, or not said what it did
 
 
 class Call(NamedTuple):
@@ -25,7 +28,7 @@ class Call(NamedTuple):
 
     ``kind``: "set", "cas" (``expected``: a place; None: the name must be free), "drop" or "read". ``result``: of a set, and of a
     cas that moved it, the new place; else ("moved", what is there), where None is no head; of a drop, whether there was one; of a
-    read, the place or None.
+    read, the place or None; of what returned NEVER, nothing.
     """
 
     made: int
@@ -65,6 +68,32 @@ def step(state: State, call: Call) -> State | None:
     return moves + 1, frozenset(there.items())
 
 
+def told_by(calls: Iterable[Call]) -> dict[int, tuple[str, Value]]:
+    """What each version is that some call told of: the head, and where it was."""
+    told: dict[int, tuple[str, Value]] = {}
+    for call in calls:
+        result = call.result[1] if isinstance(call.result, tuple) and call.result[0] == "moved" else call.result
+        for at in (result, call.expected):
+            if isinstance(at, tuple):
+                told.setdefault(at[1], (call.name, at[0]))
+    return told
+
+
+def step_unreturned(state: State, call: Call, told: dict[int, tuple[str, Value]]) -> State | None:
+    """The state after a call that never returned, where that is another one and nobody was told otherwise."""
+    moves, heads = state
+    there = dict(heads)
+    actual = there.pop(call.name, None)
+    if call.kind == "drop":
+        return None if actual is None or moves + 1 in told else (moves + 1, frozenset(there.items()))
+    if call.kind == "read" or (call.kind == "cas" and call.expected != actual):
+        return None
+    if told.get(moves + 1, (call.name, call.value)) != (call.name, call.value):
+        return None
+    there[call.name] = call.value, moves + 1
+    return moves + 1, frozenset(there.items())
+
+
 class NotLinearizable(AssertionError):
     """No order explains the history. ``stuck``: the calls, one of which had to come next in the longest order found."""
 
@@ -75,17 +104,21 @@ class NotLinearizable(AssertionError):
 
 
 def check(history: Iterable[Call], initial: State = INITIAL) -> list[Call]:
-    """An order that explains the history. Raises NotLinearizable."""
-    calls = sorted(history, key=lambda call: call.made)
-    order: list[int] = []
+    """An order that explains the history, of the calls that were done. Raises NotLinearizable."""
+    every = sorted(history, key=lambda call: call.made)
+    calls = [call for call in every if call.returned != NEVER]
+    unreturned = [call for call in every if call.returned == NEVER]
+    told = told_by(calls)
+    done = 0  # of those that never returned, a bit for each
+    order: list[int] = []  # places in ``calls``, or behind them in ``unreturned``
     placed = bytearray(len(calls))
     first, state = 0, initial
-    seen: set[tuple[int, bytes, State]] = set()
+    seen: set[tuple[int, bytes, int, State]] = set()
     branches: list[tuple[int, list[tuple[int, State]]]] = []  # how long the order was, and what else could be next there
     best: tuple[int, State, list[Call]] = (-1, initial, [])
 
-    def next_ones() -> list[int]:
-        """Those before which no other has returned."""
+    def next_ones() -> tuple[list[int], list[int]]:
+        """Those before which no other has returned, and those of them that never returned."""
         found, end = [], None
         for at in range(first, len(calls)):
             if end is not None and calls[at].made > end:
@@ -93,36 +126,51 @@ def check(history: Iterable[Call], initial: State = INITIAL) -> list[Call]:
             if not placed[at]:
                 found.append(at)
                 end = calls[at].returned if end is None else min(end, calls[at].returned)
-        return [at for at in found if end is not None and calls[at].made <= end]
+        assert end is not None
+        others = [at for at, call in enumerate(unreturned) if call.made <= end and not done >> at & 1]
+        return [at for at in found if calls[at].made <= end], others
 
-    while len(order) < len(calls):
+    remaining = len(calls)
+    while remaining:
         while first < len(calls) and placed[first]:
             first += 1
-        ones = next_ones()
+        ones, others = next_ones()
         steps = [(at, after) for at in ones if (after := step(state, calls[at])) is not None]
         still = next((at for at, after in steps if after == state), None)
         if still is not None:
             steps = [(still, state)]
-        elif len(steps) > 1:
-            steps = [each for each in steps if (each[0], bytes(placed[first:]), each[1]) not in seen]
-            seen.update((at, bytes(placed[first:]), after) for at, after in steps)
-        if len(order) > best[0]:
-            best = len(order), state, [calls[at] for at in ones]
+        else:
+            moved = ((len(calls) + at, step_unreturned(state, unreturned[at], told)) for at in others)
+            steps += [(at, after) for at, after in moved if after is not None]
+            if len(steps) > 1:
+                here = bytes(placed[first:]).rstrip(b"\0")
+                steps = [(at, after) for at, after in steps if (at, here, done, after) not in seen]
+                seen.update((at, here, done, after) for at, after in steps)
+        if len(calls) - remaining > best[0]:
+            best = len(calls) - remaining, state, [calls[at] for at in ones]
         if not steps:
             if not branches:
                 raise NotLinearizable(best[0], len(calls), best[1], best[2])
             length, steps = branches.pop()
             for undone in order[length:]:
-                placed[undone] = 0
-                first = min(first, undone)
+                if undone < len(calls):
+                    placed[undone] = 0
+                    first = min(first, undone)
+                    remaining += 1
+                else:
+                    done ^= 1 << undone - len(calls)
             del order[length:]
-        (at, after), *others = steps
-        if others:
-            branches.append((len(order), others))
-        placed[at] = 1
+        (at, after), *rest = steps
+        if rest:
+            branches.append((len(order), rest))
+        if at < len(calls):
+            placed[at] = 1
+            remaining -= 1
+        else:
+            done |= 1 << at - len(calls)
         order.append(at)
         state = after
-    return [calls[at] for at in order]
+    return [calls[at] if at < len(calls) else unreturned[at - len(calls)] for at in order]
 
 
 class Recorder:

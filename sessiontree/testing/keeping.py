@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from random import Random
 
 import pytest
 
 from sessiontree import GcReport, NodeHeld, Session, SessionExists, UnknownNode, UnknownSession, Unsupported
-from sessiontree.testing.base import Conformance, Home
+from sessiontree.testing.base import Conformance, Home, Opener
 from sessiontree.testing.drawn import conversation
+from sessiontree.testing.media import features_of
 from sessiontree.testing.model import PLACEHOLDER, Log, Picture, Turn, add, all_seen, check_session, reached, seen
+from sessiontree.testing.together import in_threads
 from sessiontree.testing.turns import said
 
 
@@ -43,6 +46,16 @@ def hold_and_drop(session: Session, log: Log, random: Random) -> None:
             node = random.choice(free)
             session.drop(node)
             log.drop([node])
+
+
+def let_go_and_hold(session: Session, log: Log) -> None:
+    """Every head and pin is given up, and at once there again."""
+    for name, node in log.heads.items():
+        session.drop_head(name)
+        session.set_head(name, node)
+    for pin in log.pins:
+        session.unpin(pin)
+        session.pin(pin)
 
 
 class KeepingTests(Conformance):
@@ -173,6 +186,51 @@ class KeepingTests(Conformance):
             self.check_counted(logs, report)
             if stored_nodes is not None:
                 assert stored_nodes() == report.nodes_after
+
+    def test_gc_takes_nothing_from_those_who_write(self, home: Home, make_store: Opener) -> None:
+        """Another store collects all the time, where there can be two, while this one appends, forks, drops and moves heads."""
+        collector = home.beside(make_store) if self.many_writers else home.store
+        random, ended = Random(5), threading.Event()
+        logs = [Log.of(home.session())]
+
+        def write() -> None:
+            try:
+                for number in range(40):
+                    log = random.choice(logs)
+                    session = home.store.get(log.session_id)
+                    grow(session, log, random, 2)
+                    if number % 4 == 1:
+                        hold_and_drop(session, log, random)
+                    if number % 10 == 2:
+                        node = log.ids[-1]
+                        logs.append(log.forked(node, home.store.fork(session, node, home.name())))
+                    let_go_and_hold(session, log)
+            finally:
+                ended.set()
+
+        def collect() -> None:
+            while not ended.is_set():
+                collector.gc()
+
+        in_threads(2, lambda number: (write, collect)[number]())
+        self.check_counted(logs, home.store.gc())
+        home.reopen()
+        for log in logs:
+            check_session(home.store.get(log.session_id), log)
+
+    def test_gc_keeps_features_that_a_node_names(self, home: Home) -> None:
+        self.need("keeps_features")
+        session = home.session()
+        held, dropped = (Picture(number, 1, 1, 2, at=0) for number in range(2))
+        for picture in (held, dropped):
+            node = session.append(session.root, [PLACEHOLDER] * 2, media=[picture.item()])
+            home.store.put_features(picture.item(), features_of(picture.number))
+        session.drop(node)
+        home.store.gc()
+        home.reopen()
+        found = home.store.get_features(held.item())
+        assert found is not None
+        assert found["pixel_values"].tobytes() == features_of(held.number)["pixel_values"].tobytes()
 
     def check_counted(self, logs: list[Log], report: GcReport) -> None:
         """As many nodes are stored as can be reached; what a fork shares is stored once."""

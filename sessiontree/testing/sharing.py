@@ -9,7 +9,7 @@ import pytest
 from sessiontree import HeadMoved, Node, SessionExists, UnknownSession
 from sessiontree.testing.base import Conformance, Home, Opener
 from sessiontree.testing.together import in_processes, in_threads
-from sessiontree.testing.work import append_to_one, count_up, open_first_and_append
+from sessiontree.testing.work import append_to_one, count_up, create_all, open_first_and_append
 
 THREADS = 16
 PROCESSES = 16
@@ -110,6 +110,15 @@ class SharingTests(Conformance):
                 total += len(ids)
             assert total == 1600
 
+    def test_of_processes_that_create_one_session_one_does(self, elsewhere: Opener) -> None:
+        self.need("many_writers")
+        names = [f"s{number}" for number in range(10)]
+        with elsewhere():
+            made = in_processes(4, create_all, elsewhere, names)
+        assert sorted(name for each in made for name in each) == names
+        with elsewhere() as store:
+            assert sorted(store.sessions()) == names
+
     def test_processes_append_to_one_node(self, elsewhere: Opener) -> None:
         self.need("many_writers")
         with elsewhere() as store:
@@ -135,6 +144,18 @@ class SharingTests(Conformance):
             path = session.head("main").node.path()
             assert sorted(node.token_ids.tolist() for node in path[1:]) == [[n, turn] for n in range(4) for turn in range(10)]
             assert len(session.tree) <= len(path) + lost
+
+    def test_drafts_of_two_stores_are_siblings_however_equal(self, home: Home, make_store: Opener) -> None:
+        self.need("many_writers")
+        here = home.session()
+        prompt = here.append(here.root, [1])
+        there = home.beside(make_store).get(here.id)
+        drafts = [session.draft(prompt.id) for session in (here, there) for _ in range(3)]
+        for draft in drafts:
+            draft.extend([5, 6])
+        nodes = [draft.commit() for draft in drafts]
+        assert len({node.id for node in nodes}) == 6
+        assert [child.id for child in home.again(here).children(prompt.id)] == [node.id for node in nodes]
 
     def test_two_stores_that_are_open_see_each_other(self, home: Home, make_store: Opener) -> None:
         self.need("many_writers")

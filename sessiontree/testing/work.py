@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 
-from sessiontree import HeadMoved, SessionStore
+from sessiontree import HeadMoved, SessionExists, SessionStore
 from sessiontree.testing.together import Line
 
 Opener = Callable[[], SessionStore]
@@ -42,6 +43,17 @@ def open_first_and_append(line: Line, number: int, opener: Opener, count: int) -
             ids.append(node.id)
         store.flush()
         return ids
+
+
+def create_all(line: Line, number: int, opener: Opener, names: list[str]) -> list[str]:
+    """Create sessions that others create as well: those that were made here."""
+    made = []
+    with opener() as store:
+        line.wait()
+        for name in names:
+            with suppress(SessionExists):
+                made.append(store.create(name, scheme="text@hf5").id)
+    return made
 
 
 def append_to_one(line: Line, number: int, opener: Opener, session_id: str, parent: bytes, count: int) -> list[bytes]:

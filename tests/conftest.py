@@ -5,6 +5,7 @@ And a PostgreSQL server: one for the whole run, a new database in it for each te
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pkgutil
@@ -31,6 +32,12 @@ for package in (sessiontree, engine_bridge):
         if not module.name.endswith("__main__"):
             with suppress(ImportError):  # of an optional install
                 importlib.import_module(module.name)
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: no collection has to look through it, of the hundreds that tests ask for."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

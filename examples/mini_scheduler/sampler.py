@@ -31,16 +31,18 @@ def _draw(row: torch.Tensor, request: Request) -> int:
     """By the inverse of the cumulative distribution, so that one number decides."""
     sampling = request.sampling
     below = row.double() - row.max()  # so that the smallest temperature leaves the likeliest as it is
-    ordered, ids = torch.sort(below / sampling.temperature, descending=True, stable=True)
-    chances = torch.softmax(ordered, 0)
-    if sampling.top_k > 0:
-        chances[sampling.top_k :] = 0
-    sums = chances.cumsum(0)
-    if sampling.top_p < 1:
+    chances = torch.softmax(below / sampling.temperature, 0)
+    ids = None  # in their own order, unless only the likeliest count: sorting them all takes 50 times as long as the rest
+    if sampling.top_k > 0 or sampling.top_p < 1:
+        chances, ids = torch.sort(chances, descending=True, stable=True)
+        if sampling.top_k > 0:
+            chances[sampling.top_k :] = 0
+        sums = chances.cumsum(0)
         # Those before which less than top_p lies: the likeliest is always one of them.
         chances[(sums - chances) >= sampling.top_p * sums[-1]] = 0
-        sums = chances.cumsum(0)
+    sums = chances.cumsum(0)
     seed = request.draft.key if sampling.seed is None else sampling.seed
     word = blake2b(f"{seed}:{len(request.draft)}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    at = torch.searchsorted(sums, sums[-1] * (int.from_bytes(word, "little") / 2**64), right=True)
-    return int(ids[min(int(at), len(ids) - 1)])
+    at = int(torch.searchsorted(sums, sums[-1] * (int.from_bytes(word, "little") / 2**64), right=True))
+    at = min(at, len(sums) - 1)
+    return at if ids is None else int(ids[at])

@@ -539,6 +539,8 @@ def test_several_samples_of_one_prompt(talk: Talk, client: Client) -> None:
     for turn in turns:
         talk.turn(*ids(), after=turn)
     before = talk.known()
+    for turn in turns:  # each was a request of its own, and is known as that
+        assert client.send(turn.ask) == attrs.evolve(turn, cached_tokens=0)
     assert client.post("/generate", {**ask.body, "rid": rids[:2]}).status_code == 400
     assert client.post("/generate", {**ask.body, "rid": [*rids[:2], client.fresh("rid")], "input_ids": [1]}).status_code == 409
     assert talk.known() == before

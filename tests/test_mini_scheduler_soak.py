@@ -1,7 +1,8 @@
-"""32 clients of the mini scheduler who do anything, while the server is killed and started again; and what is left at the end.
+"""32 clients of the mini scheduler who do anything, while answers get lost and the server is killed; and what is left at the end.
 
 What was acknowledged is there: the server lists it, and what goes on from it is what the client's own record gives. What was never
-acknowledged is there whole or not at all. Every output is that of its whole history, asked again under another cache salt.
+acknowledged is there whole or not at all, and is given to who asks for it again by its rid. Every output is that of its whole
+history, asked again under another cache salt.
 
 Choices come from SESSIONTREE_SEED (0), the client and the number of its step, so a seed repeats them as far as the moments of the
 kills allow. SESSIONTREE_SOAK: ten minutes instead of one, and clients that take no time to think.
@@ -13,11 +14,12 @@ import asyncio
 import json
 import os
 import random
-from collections.abc import AsyncGenerator, Awaitable, Hashable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Hashable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
+import attrs
 import httpx
 
 from sessiontree.fsck import fsck
@@ -35,6 +37,7 @@ MODEL = "tiny-qwen2.5-vl"
 LOADED = ("--model", MODEL, "--num-pages", 64)
 LOOKED_AT = ("--model", MODEL, "--num-pages", 1024, "--max-running", 32, "--max-batch-tokens", 256)
 DEEPEST = 250  # tokens of a context that is still gone on from
+LOST = 0.1  # of the answers to turns get lost on their way
 WHAT = ("turn", "stream", "samples", "leave", "abort", "fork", "close", "respond")
 WEIGHTS = (40, 20, 8, 8, 8, 5, 2, 9)
 
@@ -194,7 +197,14 @@ class Speaker:
 
     async def said(self, session: str, ask: Ask) -> Any:
         self.unsure[session][str(ask.rid)] = ask
-        return await self.world.ok("/generate", ask.body)
+        return await self.told(ask.body)
+
+    async def told(self, body: Any) -> Any:
+        """The answer to a request, unless it gets lost: then the server has acknowledged it, and its client does not know."""
+        answer = await self.world.ok("/generate", body)
+        if self.rng.random() < LOST:
+            raise httpx.ReadError("lost")
+        return answer
 
     def acknowledged(self, session: str, ask: Ask, answer: Any) -> None:
         turn = ask.answered(answer)
@@ -216,23 +226,24 @@ class Speaker:
         raise httpx.ReadError("cut off")
 
     async def samples(self, session: str) -> None:
+        """Two replies at once; each is recorded as the request that would be answered with it alone."""
         ask = self.ask(session)
-        asks = [Ask(ask.context, ask.parts, ask.sampling, self.rid(), ask.params) for _ in range(2)]
+        asks = [attrs.evolve(ask, sampling=sampling, rid=self.rid()) for sampling in of_each(ask.sampling, 2)]
         self.unsure[session] |= {str(each.rid): each for each in asks}
-        body = {**ask.body, "sampling_params": {**ask.sampling, "temperature": 0, "n": 2}, "rid": [each.rid for each in asks]}
-        for each, answer in zip(asks, await self.world.ok("/generate", body), strict=True):
-            greedy = Ask(each.context, each.parts, {**each.sampling, "temperature": 0}, each.rid, each.params)
-            self.acknowledged(session, greedy, answer)
+        body = {**ask.body, "sampling_params": {**ask.sampling, "n": 2}, "rid": [each.rid for each in asks]}
+        for each, answer in zip(asks, await self.told(body), strict=True):
+            self.acknowledged(session, each, answer)
 
     async def ask_again(self, session: str) -> None:
-        """What was lost is asked again, by its rid: it is done now, or it had been done."""
+        """What was lost is asked again, by its rid: it is done now, or it had been done, or it runs because nobody has noticed."""
         for rid, ask in list(self.unsure[session].items()):
             if self.rng.random() < 0.5 and ask.params is not None and not ask.params.get("replace"):
                 answer = await self.world.post("/generate", ask.body)
                 if answer.status_code == 200:
                     self.acknowledged(session, ask, answer.json())
                 else:
-                    assert answer.status_code == 409, (rid, answer.text)
+                    assert answer.status_code == 409, answer.text
+                    assert answer.json()["error"]["message"] == f"request {rid!r} is running"
 
     async def fork(self, session: str) -> None:
         if not self.turns[session]:
@@ -266,10 +277,10 @@ class Speaker:
             for rid, turn in turns.items():
                 assert known[rid]["prompt_tokens"] == length(turn.ask.prompt)
                 assert known[rid]["completion_tokens"] == len(turn.output_ids)
-                await self.replayed(turn.ask, turn)
+                await self.replayed(turn)
             unheard = {rid: ask for rid, ask in self.unsure[session].items() if rid in known}
             for rid, ask in unheard.items():
-                turns[rid] = await self.replayed(ask, None)
+                turns[rid] = await self.replayed(ask.answered(await self.world.ok("/generate", ask.body)))
             whole = [turn.ask.params for turn in turns.values() if turn.ask.params and len(turn.ask.params) == 2]
             gone_on = {params["rid"] for params in whole}  # their ids are in the context of another turn
             for rid in turns.keys() - gone_on:
@@ -280,16 +291,16 @@ class Speaker:
             assert answer.status_code == 200 and text_of(answer.json()) == text
         return count
 
-    async def replayed(self, ask: Ask, turn: Turn | None) -> Turn:
+    async def replayed(self, turn: Turn) -> Turn:
         """Ask it as one stateless request, each history once: the output of every turn is compared with that."""
+        ask = turn.ask
         what = (ask.prompt, *sorted(ask.sampling.items()))
         if what not in self.world.replays:
             self.world.replays[what] = asyncio.ensure_future(self.replay(ask))
         replay = await self.world.replays[what]
-        if turn is not None:
-            same = (turn.output_ids, turn.text, turn.finish_reason)
-            assert (replay.output_ids, replay.text, replay.finish_reason) == same, turn
-        return Turn(ask, replay.output_ids, replay.text, replay.finish_reason, 0, str(ask.rid))
+        same = (turn.output_ids, turn.text, turn.finish_reason)
+        assert (replay.output_ids, replay.text, replay.finish_reason) == same, f"{turn}"  # pytest cuts what is no string
+        return turn
 
     async def replay(self, ask: Ask) -> Turn:
         answer = await self.world.ok("/generate", ask.stateless(f"{self.name}-{self.rid()}"))
@@ -301,7 +312,13 @@ class Speaker:
         """The ids that the server has behind a turn are the client's."""
         params = {"id": session, "rid": turn.rid}
         ask = Ask(turn.context, (), {"temperature": 0, "max_new_tokens": 2}, self.rid(), params)
-        await self.replayed(ask, ask.answered(await self.world.ok("/generate", ask.body)))
+        await self.replayed(ask.answered(await self.world.ok("/generate", ask.body)))
+
+
+def of_each(sampling: Mapping[str, Any], n: int) -> list[Mapping[str, Any]]:
+    """The sampling_params of each of ``n`` replies to one request: each after the first has the next seed."""
+    seeds = [{"seed": sampling["seed"] + index} if "seed" in sampling else {} for index in range(n)]
+    return [{**sampling, **seed} for seed in seeds]
 
 
 def text_of(response: Any) -> str:

@@ -1,6 +1,6 @@
 # One way to do each task. Each target makes the virtual environment and installs what it needs.
 # Variables: PYTHON, the interpreter that makes .venv (3.11 or newer); JOBS, the number of test processes; PEERS=1, install the peers
-# that benchmarks measure when they are there; PORT, STORE (a directory) and MODEL of the server; PG_REQUIRED=1,
+# that benchmarks measure when they are there; PORT, STORE (a directory or a postgresql:// URL) and MODEL of the server; PG_REQUIRED=1,
 # tests that need PostgreSQL fail where it is not installed, instead of being skipped.
 
 PYTHON ?= python3

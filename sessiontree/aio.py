@@ -31,7 +31,7 @@ from sessiontree.details import TailPolicy
 from sessiontree.draft import Draft
 from sessiontree.errors import StoreClosed
 from sessiontree.events import DEFAULT_CAPACITY, Event, Kind
-from sessiontree.heads import Head
+from sessiontree.heads import UNSET, Head
 from sessiontree.journal import Wait, waits_handed_over
 from sessiontree.locks import new_lock
 from sessiontree.node import Node
@@ -341,12 +341,14 @@ class AsyncSession:
         tail_policy: TailPolicy = "keep",
         *,
         metadata: Mapping[str, Any] | None = None,
+        head: str | None = None,
+        expected: Head | Node | bytes | None = UNSET,
     ) -> Node:
         """Commit a draft of this session. See :meth:`Draft.commit`. Until this raises, the draft is to be left alone."""
         if not isinstance(draft, Draft):
             raise TypeError(f"a Draft is committed, not {type(draft).__name__}")
         reopen = partial(draft._reopen, draft._host)
-        commit = partial(draft.commit, finish_reason, length, tail_policy, metadata=metadata)
+        commit = partial(draft.commit, finish_reason, length, tail_policy, metadata=metadata, head=head, expected=expected)
         return await self._do(commit, "commit", undo=reopen)
 
     async def abort(self, draft: Draft) -> None:

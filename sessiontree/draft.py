@@ -31,6 +31,7 @@ from sessiontree.errors import (
     Unsupported,
 )
 from sessiontree.frozen import EMPTY_METADATA, checked_text, freeze_metadata, handed_out
+from sessiontree.heads import UNSET, Head
 from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
 from sessiontree.node import MediaSpan, Node, Origin, positions_in, positions_table, refuse_inside_item
@@ -63,7 +64,7 @@ class Host(Protocol):
 
     _lock: Any
 
-    def _commit(self, parent: Node, turn: Turn, details: Details) -> Node: ...
+    def _commit(self, parent: Node, turn: Turn, details: Details, head: str | None, expected: Any) -> Node: ...
 
     def _close_draft(self, draft: Draft, how: HowClosed) -> None:
         """Shut a draft, and tell of it."""
@@ -76,7 +77,7 @@ class _Nowhere:
 
     _lock = new_lock()
 
-    def _commit(self, parent: Node, turn: Turn, details: Details) -> NoReturn:
+    def _commit(self, parent: Node, turn: Turn, details: Details, head: str | None, expected: Any) -> NoReturn:
         raise DraftClosed("this draft was closed")
 
     def _close_draft(self, draft: Draft, how: HowClosed) -> None:
@@ -271,15 +272,18 @@ class Draft:
         tail_policy: TailPolicy = "keep",
         *,
         metadata: Mapping[str, Any] | None = None,
+        head: str | None = None,
+        expected: Head | Node | bytes | None = UNSET,
     ) -> Node:
         """Make the node: the first ``length`` tokens (None: all), as the client saw them.
 
-        ``metadata`` replaces the draft's: what is known only now, such as the ids of tool calls that were made.
+        ``metadata`` replaces the draft's: what is known only now, such as the ids of tool calls that were made. ``head``: moved to
+        it in the same step, by compare-and-set where ``expected`` is given: both or neither.
 
         ``tail_policy="drop_last"`` leaves out the last of them, as engines do whose next prompt lacks the final sampled token;
         it is recorded on the node. Raises FinishRefused for "abort" and "error" in any case, OutOfRange for a length outside
-        0..len, KeyTaken where the draft's key names other content, StaleSession, DraftClosed. A commit that raises leaves
-        the draft open.
+        0..len, KeyTaken where the draft's key names other content, HeadMoved, NameTaken, StaleSession, DraftClosed. A commit
+        that raises leaves the draft open.
         """
         try:
             self._begin_end()
@@ -295,7 +299,7 @@ class Draft:
             frozen = self._metadata if metadata is None else freeze_metadata(metadata)
             if details is None or frozen is not EMPTY_METADATA:
                 details = Details(frozen, finish_reason, tail_policy)
-            node = self._host._commit(parent, turn, details)
+            node = self._host._commit(parent, turn, details, head, expected)
             self._host._close_draft(self, "committed")
         finally:
             self._ending = False

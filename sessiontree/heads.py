@@ -20,6 +20,15 @@ from sessiontree.stored import StoredHead
 from sessiontree.tokens import shown
 
 
+class _Unset:
+    def __repr__(self) -> str:
+        return "<no check>"
+
+
+#: What a head is expected to be where nothing is.
+UNSET: Final[Any] = _Unset()
+
+
 class Head(Sealed):
     """A named place in a tree. Compares, hashes and unpacks as the tuple (node, version).
 

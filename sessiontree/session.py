@@ -43,7 +43,7 @@ from sessiontree.errors import (
 from sessiontree.events import Batch, Feed
 from sessiontree.frozen import EMPTY_METADATA, checked_text, freeze_metadata
 from sessiontree.handover import Parcel, packed, unpacked
-from sessiontree.heads import Head, HeadNodes, heads_bytes
+from sessiontree.heads import UNSET, Head, HeadNodes, heads_bytes
 from sessiontree.index import NodeIndex
 from sessiontree.journal import Anew, Journal, Overtaken, WriteLost
 from sessiontree.locks import new_lock
@@ -56,7 +56,7 @@ from sessiontree.query import Diff, Order, Problem
 from sessiontree.record import Recorded, plan_record, with_key
 from sessiontree.stored import StoredIndex
 from sessiontree.tokens import TokenIds, in_range, token_array, token_bytes
-from sessiontree.tree import UNSET, SessionTree
+from sessiontree.tree import SessionTree
 from sessiontree.turns import Turn, plan_turn
 
 __all__ = ["Session"]
@@ -296,8 +296,13 @@ class Session:
         key: str | None = None,
         positions: ExternalPositions | ArrayLike | None = None,
         strip_bos: int | None = None,
+        head: str | None = None,
+        expected: Head | Node | bytes | None = UNSET,
     ) -> Node:
-        """A prefilled turn under any node. See :meth:`SessionTree.append`."""
+        """A prefilled turn under any node. See :meth:`SessionTree.append`.
+
+        ``head``: moved to it in the same step, by compare-and-set where ``expected`` is given: both or neither, and durable as one.
+        """
         # As SessionTree.append, but the lock is only held for what needs it.
         meter = self._feed.meter
         begun = 0.0 if meter is None else meter.now()
@@ -308,7 +313,11 @@ class Session:
             data, media, positions = without_bos(parent, Content(data, media, positions), strip_bos)
         turn = plan_turn(parent._lineage.scheme, parent, data, media, "input", role, key, positions)
         details = NO_DETAILS if metadata is None else Details(freeze_metadata(metadata))
-        node = self._attach(parent, turn, details, reserved)
+        node = (
+            self._attach(parent, turn, details, reserved)
+            if head is None
+            else self._attach_at(head, expected, parent, turn, details, reserved)
+        )
         if meter is not None:
             meter.appended(begun)
         return node
@@ -386,15 +395,23 @@ class Session:
     def _packed(self, draft: Draft, with_path: bool) -> bytes:
         return packed(draft, self.id, self._limits, (self._store._identity, self.incarnation), with_path)
 
-    def _commit(self, parent: Node, turn: Turn, details: Details) -> Node:
+    def _commit(self, parent: Node, turn: Turn, details: Details, head: str | None, expected: Any) -> Node:
         """Make the node of a draft."""
         meter = self._feed.meter
-        if meter is None:
-            return self._attach(parent, turn, details)
-        begun = meter.now()
-        node = self._attach(parent, turn, details)
-        meter.committed(begun)
+        begun = 0.0 if meter is None else meter.now()
+        node = self._attach(parent, turn, details) if head is None else self._attach_at(head, expected, parent, turn, details)
+        if meter is not None:
+            meter.committed(begun)
         return node
+
+    def _attach_at(self, head: str, expected: Any, parent: Node, turn: Turn, details: Details, reserved: int = 0) -> Node:
+        """Make a node and move a head to it, in one."""
+
+        def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
+            tree, node = self._attached(parent, turn, details, reserved, tree)
+            return tree.set_head(head, node, expected)[0], node
+
+        return self._swap(attach)
 
     def _close_draft(self, draft: Draft, how: HowClosed) -> None:
         if how == "committed" and self._feed.meter is None:  # nobody is told of that

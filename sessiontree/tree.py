@@ -33,7 +33,7 @@ from sessiontree.errors import (
 )
 from sessiontree.features import FeatureStore
 from sessiontree.frozen import Sealed, checked_text, freeze_metadata, no_subclasses, seal
-from sessiontree.heads import Dropped, Head, Heads, HeadsByName, Move, handed_head, heads_of, moved, moves_between, new_head
+from sessiontree.heads import UNSET, Dropped, Head, Heads, HeadsByName, Move, handed_head, heads_of, moved, moves_between, new_head
 from sessiontree.index import Limits, NodeIndex, slot_of
 from sessiontree.media import MediaItem, placements
 from sessiontree.node import Lineage, Namespace, Node, make_child, make_root
@@ -45,14 +45,6 @@ from sessiontree.spans import placeholders_of
 from sessiontree.stored import StoredHead
 from sessiontree.tokens import TOKEN_BYTES, Extent, PathCache, TokenIds, as_index, in_range, shown, token_bytes
 from sessiontree.turns import Turn, plan_turn
-
-
-class _Unset:
-    def __repr__(self) -> str:
-        return "<no check>"
-
-
-UNSET: Final[Any] = _Unset()
 
 #: What the paths of forks may take in a tree that belongs to no store.
 DEFAULT_PATH_CACHE_BYTES: Final = 32 * 2**20

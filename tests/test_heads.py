@@ -230,3 +230,35 @@ def test_heads_are_a_persistent_map(session: Session) -> None:
     session.set_head("main", session.root)
     assert heads == nodes and session.heads["main"] is session.root
     assert before == (nodes["main"], 4)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_turn_and_the_head_that_moves_to_it_are_one_step(on_disk: bool, tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path, durability="commit") if on_disk else SessionStore.in_memory() as store:
+        session = store.create("s", scheme="text@hf5")
+        events = store.subscribe(kinds=["node_committed", "head_moved"])
+        first = session.append(session.root, [1], head="main", expected=None)
+        head = session.head("main")
+        assert (head.node, head.version) == (first, 1)
+        draft = session.draft(first)
+        draft.extend([2, 3])
+        reply = draft.commit(head="main", expected=head)
+        assert session.head("main").node == reply
+        assert [(event.kind, event.node_id) for event in events.poll()] == [
+            (kind, node.id) for node in (first, reply) for kind in ("node_committed", "head_moved")
+        ]
+        before = len(session.tree)
+        with pytest.raises(HeadMoved) as caught:
+            session.append(reply, [4], head="main", expected=head)
+        assert caught.value.actual == session.head("main")
+        with pytest.raises(NameTaken):
+            session.append(reply, [4], head="main", expected=None)
+        again = session.draft(reply)
+        again.append(5)
+        with pytest.raises(HeadMoved):
+            again.commit(head="main", expected=first)
+        assert len(session.tree) == before and again.how_closed is None, "neither of the two was done"
+        assert session.head("main").node == reply
+        last = again.commit(head="main")
+        assert session.append(reply, [2], head="other") == session.append(reply, [2], head="main"), "a node that is there already"
+        assert (session.head("main").version, session.head("other").version) == (5, 4) and last in session.tree

@@ -469,28 +469,20 @@ def test_two_batches_that_wait_for_each_other(
     assert wait_for(sql, "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database() AND deadlocks > 0") == (1,)
 
 
-def test_batches_of_the_same_sessions_never_wait_for_each_other(
-    backend: Backend, postgres_url: str, open_at: Callable[..., Backend]
+def test_batches_lock_their_sessions_in_order_of_number(
+    backend: Backend, postgres_url: str, sql: psycopg.Connection[Any], pool: ThreadPoolExecutor
 ) -> None:
-    numbers = [make(backend, str(at)) for at in range(8)]
-    backends = [open_at(postgres_url) for _ in range(4)]
-    wins = [0] * len(numbers)
-
-    def write(worker: int) -> None:
-        for version in range(25):
-            order = numbers if worker % 2 else numbers[::-1]
-            done = backends[worker].sessions.commit([Change(each, version, version + 1, [node(version + 1)]) for each in order])
-            for number, won in zip(order, done, strict=True):
-                wins[numbers.index(number)] += won
-
-    in_threads(4, write)
-    for number, won in zip(numbers, wins, strict=True):
-        seen = look(backend, number)
-        assert seen.version == won == len(seen.nodes)
-    deadlocks = sessions_of(backend)._server.rows(
-        "count", "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"
-    )
-    assert deadlocks == [(0,)]
+    """Not in the order that they are given in, nor in that of the table: so no two batches wait for each other."""
+    low, high = backend.sessions.draw(2)
+    for number in (high, low):
+        assert backend.sessions.create(NewSession(number, str(number), None, b"")) == "made"
+    with holding(postgres_url, low) as holder:
+        running = pool.submit(backend.sessions.commit, [Change(high, 0, 1), Change(low, 0, 1)])
+        blocked(sql)
+        with sql.transaction():
+            sql.execute("SELECT FROM sessiontree.sessions WHERE number = %s FOR UPDATE NOWAIT", (high,))
+        holder.rollback()
+        assert running.result() == [True, True]
 
 
 def test_a_fork_waits_for_a_drop_and_gc_for_a_fork(
@@ -526,15 +518,19 @@ def another_writer(line: Line) -> bytes:
     return name
 
 
-def test_of_one_name_that_many_tenants_are_given_at_once_one_is_made(backend: Backend, postgres_url: str) -> None:
-    """By a store that sees all tenants."""
-    came: list[str] = []
-    numbers = backend.sessions.draw(8)
-    backends = [connect(postgres_url, blobs=None) for _ in numbers]
-    in_threads(8, lambda at: came.append(backends[at].sessions.create(NewSession(numbers[at], "one", f"t{at}", b""))))
-    for each in backends:
-        each.close()
-    assert sorted(came) == ["made", *["taken"] * 7]
+def test_of_one_name_that_two_tenants_are_given_at_once_one_is_made(
+    backend: Backend, sql: psycopg.Connection[Any], pool: ThreadPoolExecutor
+) -> None:
+    """By stores that see all tenants: the second waits for what comes of the first."""
+    first, second = backend.sessions.draw(2)
+    with sessions_of(backend)._server.connect() as making:
+        making.execute("BEGIN")
+        session = int8(first), b"one", scope_of("a").bytes, b"", None, None, int4(0)
+        assert making.ask(CREATE, (another_writer(making), int8(1), *session, *columns(()))) == "made"
+        running = pool.submit(backend.sessions.create, NewSession(second, "one", "b", b""))
+        blocked(sql)
+        making.execute("COMMIT")
+        assert running.result() == "taken"
 
 
 # --- errors, and how long they are tried -----------------------------------------------------------------------------------

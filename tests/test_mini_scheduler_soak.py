@@ -37,7 +37,7 @@ MODEL = "tiny-qwen2.5-vl"
 LOADED = ("--model", MODEL, "--num-pages", 64)
 LOOKED_AT = ("--model", MODEL, "--num-pages", 1024, "--max-running", 32, "--max-batch-tokens", 256)
 DEEPEST = 250  # tokens of a context that is still gone on from
-LOST = 0.1  # of the answers to turns get lost on their way
+LOST = 0.2  # of the answers to turns get lost on their way
 WHAT = ("turn", "stream", "samples", "leave", "abort", "fork", "close", "respond")
 WEIGHTS = (40, 20, 8, 8, 8, 5, 2, 9)
 

@@ -319,9 +319,10 @@ def test_under_asyncio_what_is_told_is_what_is_there(at: Place) -> None:
         root = session.session.root
         draft = await session.draft(root)
         draft.extend([5, 6])
-        recorded, committed, *appended = await asyncio.gather(
-            session.record([1, 2], [3]), session.commit(draft), *(session.append(root, [100 + number]) for number in range(4))
-        )
+        recording = asyncio.create_task(session.record([1, 2], [3]))
+        committing = asyncio.create_task(session.commit(draft))
+        appended = await asyncio.gather(*(session.append(root, [100 + number]) for number in range(4)))
+        made, committed = await recording, await committing
         heads = [await session.set_head("main", node) for node in appended]
         replaced = await session.replace(appended[0], [7], head="main")
         heads.append(session.session.head("main"))
@@ -330,7 +331,7 @@ def test_under_asyncio_what_is_told_is_what_is_there(at: Place) -> None:
         await session.refresh()
         with at.fresh() as fresh:
             there = fresh.get("s")
-            for node in (recorded.prompt, recorded.completion, committed, *appended, replaced):
+            for node in (made.prompt, made.completion, committed, *appended, replaced):
                 assert there.node(node.id) == node
             assert there.head("main") == heads[-1]
             assert place(there.head("main")) == (replaced.id, heads[-1].version)

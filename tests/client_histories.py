@@ -147,15 +147,7 @@ class History:
             case "StaleSession" | "UnknownSession":
                 return gone
             case "UnknownNode":
-                nodes = [each.given[name] for name in ("parent", "node") if name in each.given]
-                known = [
-                    self.nodes[each.session, bytes.fromhex(node)]
-                    for node in nodes
-                    if (each.session, bytes.fromhex(node)) in self.nodes
-                ]
-                return any(drop.made < each.returned for node in known for drop in self.dropped_by(each.session, node)) or (
-                    not nodes and each.kind == "read" and bool(self.drops[each.session])
-                )
+                return any(drop.made < each.returned for drop in self._drops_about(each))
             case "KeyTaken":
                 key, parent = each.given["key"], each.given["parent"]
                 same = (other for other in self.done if other.kind in MAKING and other.may_have_been_done)
@@ -168,6 +160,14 @@ class History:
             case "SessionExists":
                 return any(other is not each and other.made < each.returned for other in self.forks[each.given["new"]])
         return False
+
+    def _drops_about(self, each: Operation) -> list[Operation]:
+        """What may have dropped the node that an operation is about; of a read, any."""
+        nodes = [bytes.fromhex(each.given[name]) for name in ("parent", "node") if name in each.given]
+        if not nodes:
+            return self.drops[each.session]
+        made = [self.nodes[each.session, node] for node in nodes if (each.session, node) in self.nodes]
+        return [drop for node in made for drop in self.dropped_by(each.session, node)]
 
     def check_heads(self, store: SessionStore) -> None:
         """Each session's heads have a history that one client alone could have had, and which ends as the store has it."""

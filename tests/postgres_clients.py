@@ -1,4 +1,4 @@
-"""Clients of a store that many processes write: each a process that does what comes into its mind, and says so in a file of its own.
+"""Clients of a store that many processes write: each is a process that does things at random, and says so in a file of its own.
 
 A line is written before each call and another when it has returned, each by one call of the system, so a client that is killed
 leaves its last call open and nothing else. Times are of the clock that all processes of a machine share, in nanoseconds.
@@ -169,7 +169,11 @@ class Client:
         tokens = self.rng.choices(range(90), k=self.rng.randint(1, 20))
         draft.extend(tokens)
         given = {"parent": parent.hex(), "tokens": tokens, "key": draft.key}
-        made = self.call("generate", lambda: draft.commit("stop").id.hex(), session=session.id, **given)
+
+        def commit() -> str:
+            return draft.commit("stop").id.hex()
+
+        made = self.call("generate", commit, session=session.id, **given)
         self._note(session, made, alone=True)
 
     def _note(self, session: Session, node_id: str | None, *, alone: bool) -> None:

@@ -1,4 +1,4 @@
-"""Eight processes on one database, of which some are killed, and the server with them: what they were told has an order, and is there.
+"""Eight processes on one database, some of which are killed, and the server too: what they were told has an order, and is there.
 
 What a client does is in ``postgres_clients.py``, what has to hold in ``client_histories.py``; both are tried here on what is wrong.
 """
@@ -188,7 +188,8 @@ class Careless(Client):
             root = session.root
 
             def set_head(self, name: str, node: bytes, expected: Head | None) -> Head:
-                return move(session_of, name, node)
+                head: Head = move(session_of, name, node)
+                return head
 
         super()._swap(Moving(), name, expected)  # type: ignore[arg-type]
 

@@ -20,7 +20,21 @@ import sqlite_backend
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sessiontree import Head, KeyTaken, Node, Session, SessionStore, SessionTreeError, StoreFailed, UnknownSession
+from sessiontree import (
+    Head,
+    HeadMoved,
+    KeyTaken,
+    NameTaken,
+    Node,
+    NodeHeld,
+    Session,
+    SessionStore,
+    SessionTreeError,
+    StoreFailed,
+    UnknownHead,
+    UnknownNode,
+    UnknownSession,
+)
 from sessiontree.aio import AsyncStore
 from sessiontree.backends.shared import Backend, Change
 from tests.linearizability import Call, check
@@ -319,9 +333,10 @@ def test_under_asyncio_what_is_told_is_what_is_there(at: Place) -> None:
         root = session.session.root
         draft = await session.draft(root)
         draft.extend([5, 6])
-        recorded, committed, *appended = await asyncio.gather(
-            session.record([1, 2], [3]), session.commit(draft), *(session.append(root, [100 + number]) for number in range(4))
-        )
+        recording = asyncio.create_task(session.record([1, 2], [3]))
+        committing = asyncio.create_task(session.commit(draft))
+        appended = await asyncio.gather(*(session.append(root, [100 + number]) for number in range(4)))
+        made, committed = await recording, await committing
         heads = [await session.set_head("main", node) for node in appended]
         replaced = await session.replace(appended[0], [7], head="main")
         heads.append(session.session.head("main"))
@@ -330,7 +345,7 @@ def test_under_asyncio_what_is_told_is_what_is_there(at: Place) -> None:
         await session.refresh()
         with at.fresh() as fresh:
             there = fresh.get("s")
-            for node in (recorded.prompt, recorded.completion, committed, *appended, replaced):
+            for node in (made.prompt, made.completion, committed, *appended, replaced):
                 assert there.node(node.id) == node
             assert there.head("main") == heads[-1]
             assert place(there.head("main")) == (replaced.id, heads[-1].version)
@@ -437,3 +452,88 @@ def test_a_store_that_was_down_for_a_while_goes_on_with_all_its_sessions(at: Pla
         session.pin(node)
         session.drop_head("main")
         assert len(at.rival.get(session.id).tree) == 3
+
+
+STALE: dict[str, tuple[Act, Act, Any]] = {
+    # What somebody else does, what is done then by one who has not seen that, and what comes of it. Nodes: 1 is older, 0 newer.
+    "an append of what was dropped": (Act("drop", 0), Act("append", 1, token=2), "node"),
+    "an append under what was dropped": (Act("drop", 0), Act("append", 0, token=3), UnknownNode),
+    "a key whose node was dropped": (Act("drop", 0), Act("append", 1, token=4, key="k"), "node"),
+    "a key that is taken by now": (Act("append", 1, token=3, key="k"), Act("append", 1, token=4, key="k"), KeyTaken),
+    "a head that is there by now": (Act("set", 0), Act("swap", 1), NameTaken),
+    "a head that is there no longer": (Act("drop_head", name="side"), Act("swap", 1, name="side"), 3),
+    "a head to drop that is there by now": (Act("set", 1), Act("drop_head"), None),
+    "a head to drop that is gone": (Act("drop_head", name="side"), Act("drop_head", name="side"), UnknownHead),
+    "a pin that was taken away": (Act("unpin", 1), Act("pin", 1), None),
+    "a pin that was set": (Act("pin", 0), Act("unpin", 0), None),
+    "a pin on what was dropped": (Act("drop", 0), Act("pin", 0), UnknownNode),
+    "a drop of what is held by now": (Act("pin", 0), Act("drop", 0), NodeHeld),
+    "a drop of what is no longer held": (Act("unpin", 1), Act("drop", 1), NodeHeld),  # by the head
+    "a draft under what was dropped": (Act("drop", 0), Act("generate", 0, token=1), UnknownNode),
+    "another turn in the place of one that was dropped": (Act("drop", 0), Act("replace", 0, token=1), UnknownNode),
+}
+
+
+@pytest.mark.parametrize("name", STALE)
+def test_what_writes_nothing_is_checked_too(at: Place, name: str) -> None:
+    """A refusal, or a call that finds nothing to do, is about what there is, not about what its session saw last."""
+    theirs_does, mine_does, expected = STALE[name]
+    mine, theirs = at.store.create("s", scheme="text@hf5"), at.rival
+    older = mine.append(mine.root, [1])
+    newer = mine.append(older, [2], key="k" if "key whose" in name else None)
+    mine.pin(older)
+    mine.set_head("side", older)
+    first = theirs.get("s")
+    known = [older, newer]
+    assert not isinstance(theirs_does.on(first, known, []), tuple) or theirs_does.kind == "set"
+    result = mine_does.on(mine, known, [])
+    if isinstance(expected, type):
+        assert result[0] is expected
+    elif isinstance(expected, int):
+        assert result == (older.id, expected)
+    elif expected == "node":
+        assert result in mine.tree
+    else:
+        assert result is None
+    first.refresh()
+    mine.refresh()
+    assert outline(first) == outline(mine)
+    if mine_does.kind in ("pin", "unpin") and expected is None:
+        assert (known[-1 - mine_does.node].id in first.pins) == (mine_does.kind == "pin")
+    if mine_does.kind == "drop_head":
+        assert mine_does.name not in first.heads
+
+
+def test_a_head_is_compared_with_what_is_there_not_with_what_was_seen(at: Place) -> None:
+    mine = at.store.create("s", scheme="text@hf5")
+    one, two = mine.append(mine.root, [1]), mine.append(mine.root, [2])
+    seen = mine.set_head("main", one)
+    theirs = at.rival.get("s")
+    moved = theirs.set_head("main", two)
+    assert mine.head("main") == seen
+    again = mine.set_head("main", one, expected=moved)  # told of by somebody, not by a look
+    with pytest.raises(HeadMoved) as caught:
+        theirs.set_head("main", two, expected=seen)
+    assert caught.value.actual == again
+
+
+def test_a_node_that_was_made_elsewhere_can_be_gone_on_from_by_its_id(at: Place) -> None:
+    mine = at.store.create("s", scheme="text@hf5")
+    theirs = at.rival.get("s")
+    for number, what in enumerate(
+        (
+            lambda node: mine.append(node, [7]),
+            lambda node: mine.draft(node).parent,
+            lambda node: mine.truncate(node, 1),
+            lambda node: mine.set_head("main", node),
+            mine.pin,
+            lambda node: at.store.fork(mine, node, "fork"),
+            mine.drop,
+        )
+    ):
+        made = theirs.append(theirs.root, [number, 8, 9])
+        assert made.id not in mine.tree
+        what(made.id)
+        assert what == mine.drop or made.id in mine.tree
+    with pytest.raises(UnknownNode):
+        mine.append(bytes(32), [1])

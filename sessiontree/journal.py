@@ -755,6 +755,9 @@ class Journal:
     def _is_gone(self, columns: Columns, number: int) -> bool:
         return number in columns.dropped_sessions or number in self._gone
 
+    def let_go(self) -> None:
+        """Hold nothing that can be read again, and that nobody has in hand."""
+
     def forget_numbers(self) -> None:
         """Where many sessions are known by their ids, find those that are there to be found by the log alone from now on."""
         if len(self._ids) <= _BATCH:

@@ -661,6 +661,7 @@ class SessionStore:
             check_may_wait(journal)
             with suppress(StoreFailed):  # what is on disk can go all the same
                 journal.flush()
+            journal.let_go()
             sessions = list(self._put_away_until(journal, target))
             if sessions:
                 journal.forget_numbers()

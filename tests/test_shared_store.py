@@ -491,6 +491,24 @@ def test_equal_generations_stay_apart_and_equal_appends_are_one(place: Place) ->
     assert there.append(there.root, [7], key="k").id == here.append(here.root, [7], key="k").id
 
 
+def test_a_budget_of_memory_covers_what_was_read(place: Place) -> None:
+    one = place.store()
+    for number in range(20):
+        session = one.create(f"s{number}", scheme=SCHEME)
+        session.append(session.root, np.arange(2_000))
+        session.close()
+    two = place.store(memory_bytes=20_000)
+    held = two.get("s3")
+    node = held.leaves()[0]
+    for session_id in two.sessions():
+        two.get(session_id).leaves()[0].input_ids()
+    assert two.usage().index_bytes > 160_000
+    two.tick(1.0)
+    assert two.usage().index_bytes < 20_000
+    assert held.append(node, [1]).stop == 2_001
+    assert [len(two.get(session_id).tree) for session_id in two.sessions()] == [2] * 3 + [3] + [2] * 16
+
+
 def test_the_cache_holds_what_its_budget_allows(place: Place) -> None:
     cache = RecordCache(1_000)
     for number in range(10):

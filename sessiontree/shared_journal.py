@@ -163,11 +163,12 @@ class SharedJournal(Journal):
 
     # Writing
 
-    def _number(self) -> int:
-        """One that nobody was given before."""
+    def _number(self, above: int = 0) -> int:
+        """One that nobody was given before, above one that somebody was."""
         with self._lock:
-            if self._drawn:
-                return self._drawn.pop()
+            while self._drawn:
+                if (number := self._drawn.pop()) > above:
+                    return number
         drawn = self.backend.sessions.draw(_DRAWN)
         with self._lock:
             self._drawn = [*sorted(drawn, reverse=True), *self._drawn]
@@ -182,7 +183,6 @@ class SharedJournal(Journal):
         self.check_writable()
         root = tree.root
         self._check_tenant(root.namespace, f"session {session_id!r}")
-        number = self._number()
         rules = root.scheme
         constants = (rules.name, tuple(sorted(rules.params.items())), root.namespace, root.model_fingerprint)
         if tip is not None:
@@ -191,6 +191,7 @@ class SharedJournal(Journal):
             own = self._own_tip(*tip, tree)
             drops, tip = (drops if own[0] == tip[0] else self.shared.known(own[0]).drops), own
             constants = "", (), Namespace(), ""
+        number = self._number(0 if tip is None else tip[0])  # a fork's is above that of what it was forked from
         record = codec.encode(codec.SessionRecord(number, session_id, *constants, tree.limits, root.id, tip))
         first = 1 if tip is None else tree._index.base_count
         nodes = list(map(_new_node, self._node_records(number, tree, first)))

@@ -1,8 +1,8 @@
 """All of a store that many processes write, read through its three protocols, and what is wrong with each part of it.
 
 There are no segments here and no sidecars: that bytes are whole is for the database to say, and what it gives back is believed as
-little as a disk. Every record is read and decoded, every id computed anew from its parent's. It is read beside those who write to
-it: each session as it is when it is looked at, forks behind what they were forked from.
+little as a disk. Every record is read, its checksum compared and its id computed anew from its parent's. It is read beside those
+who write to it: each session as it is when it is looked at, forks behind what they were forked from.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import attrs
 from sessiontree import codec
 from sessiontree.backends.base import Progress
 from sessiontree.backends.blobs import file_name, read_arrays
+from sessiontree.backends.sealed import unseal
 from sessiontree.backends.shared import Backend, Look
 from sessiontree.errors import CorruptTree, IncompatibleStore, SessionTreeError
 from sessiontree.fsck.report import Damage, Finding
@@ -277,7 +278,7 @@ class SharedSurvey:
         for name, data in self.backend.sessions.all_named().items():
             self.alias_bytes += len(data)
             try:
-                record = codec.decode(data)
+                record = codec.decode(_opened(data))
                 if name[:1] != _ALIAS or not isinstance(record, codec.AliasRecord) or codec.entry_of(data).id != name[1:]:
                     raise CorruptTree("its name is that of something else")
             except IncompatibleStore:
@@ -316,9 +317,14 @@ class SharedSurvey:
                 self.damaged.append(Damage("features: some of their blobs are missing", row, named_by=nodes, harmless=not nodes))
 
 
+def _opened(data: bytes) -> bytes:
+    """A record without its checksum, which it matches. Raises CorruptTree."""
+    return unseal(data, "it")
+
+
 def _decoded(data: bytes, kind: type[R], number: int) -> R:
     """A record of a session. Raises CorruptTree, IncompatibleStore."""
-    record = codec.decode(data)
+    record = codec.decode(_opened(data))
     if not isinstance(record, kind) or getattr(record, "session", None) != number:
         raise CorruptTree("it is the record of something else")
     return record

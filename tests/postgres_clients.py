@@ -43,7 +43,7 @@ _IMPATIENT: Final = 3.0  # seconds after which some clients take a server for lo
 
 
 def rules() -> PositionScheme:
-    tokens = {"image_token_id": IMAGE, "video_token_id": 102, "vision_start_token_id": 100}
+    tokens: dict[str, Any] = {"image_token_id": IMAGE, "video_token_id": 102, "vision_start_token_id": 100}
     return scheme("qwen2_5_vl@sglang", **tokens, tokens_per_second=2)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from sessiontree import Head, HeadMoved, KeyTaken, NameTaken, Node, Session, SessionStore, SessionTree, StoreFailed, UnknownHead
-from sessiontree.tree import UNSET
+from sessiontree.heads import UNSET
 from tests.disk import Disk
 from tests.disk_model import Stalled, fail, open_on
 from tests.linearizability import Call, NotLinearizable, Recorder, check

@@ -520,17 +520,16 @@ def test_a_head_is_compared_with_what_is_there_not_with_what_was_seen(at: Place)
 def test_a_node_that_was_made_elsewhere_can_be_gone_on_from_by_its_id(at: Place) -> None:
     mine = at.store.create("s", scheme="text@hf5")
     theirs = at.rival.get("s")
-    for number, what in enumerate(
-        (
-            lambda node: mine.append(node, [7]),
-            lambda node: mine.draft(node).parent,
-            lambda node: mine.truncate(node, 1),
-            lambda node: mine.set_head("main", node),
-            mine.pin,
-            lambda node: at.store.fork(mine, node, "fork"),
-            mine.drop,
-        )
-    ):
+    operations: tuple[Callable[[bytes], object], ...] = (
+        lambda node: mine.append(node, [7]),
+        lambda node: mine.draft(node).parent,
+        lambda node: mine.truncate(node, 1),
+        lambda node: mine.set_head("main", node),
+        mine.pin,
+        lambda node: at.store.fork(mine, node, "fork"),
+        mine.drop,
+    )
+    for number, what in enumerate(operations):
         made = theirs.append(theirs.root, [number, 8, 9])
         assert made.id not in mine.tree
         what(made.id)

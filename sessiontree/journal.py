@@ -287,18 +287,17 @@ class SessionNodes:
 
     def _read(self, ordinal: int, parent_id: bytes, start: int | None, rules: PositionScheme) -> Stored:
         known = self._columns.entries[self._place(ordinal)]
-        with self._naming(ordinal, known):
+        try:
             record = codec.decode(self._ahead.pop(ordinal, b"") or self._log.read(known))
-            if not isinstance(record, codec.NodeRecord) or (record.session, record.ordinal, record.parent, record.id) != (
-                known["session"],
-                ordinal,
-                known["parent"],
-                known["id"].tobytes(),
-            ):
+            _, session, _, above, node_id, *_ = known.item()
+            what = session, ordinal, above, node_id
+            if not isinstance(record, codec.NodeRecord) or (record.session, record.ordinal, record.parent, record.id) != what:
                 raise CorruptTree("its record is that of another")
             codec.check_digest(record, parent_id)
             begins = record.state.num_tokens - len(record.data) // TOKEN_BYTES if start is None else start
             codec.check_positions(record, begins, rules)
+        except CorruptTree as error:
+            raise self._named(error, ordinal, known) from error
         return Stored(record.turn, record.details)
 
     def read_ahead(self, ordinals: Sequence[int]) -> None:
@@ -309,18 +308,16 @@ class SessionNodes:
 
     def raw(self, ordinal: int) -> bytes:
         known = self._columns.entries[self._place(ordinal)]
-        with self._naming(ordinal, known):
-            return self._log.read(known)
-
-    @contextmanager
-    def _naming(self, ordinal: int, known: Any) -> Iterator[None]:
-        """Have damage name the node."""
         try:
-            yield
+            return self._log.read(known)
         except CorruptTree as error:
-            node = f"node {ordinal} ({known['id'].tobytes()[:4].hex()}) of {self.whose}"
-            where = {name: int(known[name]) for name in ("session", "segment", "offset")}
-            raise CorruptTree(f"{node} is damaged: {error}", **where) from error
+            raise self._named(error, ordinal, known) from error
+
+    def _named(self, error: CorruptTree, ordinal: int, known: Any) -> CorruptTree:
+        """The same error, naming the node."""
+        node = f"node {ordinal} ({known['id'].tobytes()[:4].hex()}) of {self.whose}"
+        where = {name: int(known[name]) for name in ("session", "segment", "offset")}
+        return CorruptTree(f"{node} is damaged: {error}", **where)
 
     def parent_of(self, ordinal: int) -> int:
         return int(self._columns.parents[self._place(ordinal)])

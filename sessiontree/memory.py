@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
+from collections.abc import Sequence
 from sys import getrefcount, getsizeof
 from types import FunctionType, ModuleType
 from typing import Any, Final
@@ -178,6 +179,16 @@ class HeldNodes:
             if not self._counts(node):
                 self._enter(node, node_bytes(node) + _LOADED_BYTES)
             self._enter(extent, extent_bytes(extent))
+
+    def count_all(self, nodes: Sequence[Node]) -> None:
+        """The same of many, at once."""
+        with self._lock:
+            self._bury()
+            for node in nodes:
+                if not self._counts(node):
+                    self._enter(node, node_bytes(node) + _LOADED_BYTES)
+            for extent in {id(node._extent): node._extent for node in nodes}.values():
+                self._enter(extent, extent_bytes(extent))
 
     def count_path(self, tip: Node) -> None:
         """Count the nodes of a path, up from its end to the first that is counted already."""

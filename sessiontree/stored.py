@@ -321,10 +321,14 @@ class StoredIndex(NodeIndex):
         for start in range(0, len(missing), _AHEAD):
             batch = missing[start : start + _AHEAD]
             self.source.read_ahead(batch)
-            for at in batch:
-                node = self._made(node, at)
-                self._known[at] = node
-                self._held.count(node)
+            made: list[Node] = []  # which holds them until they are counted
+            try:
+                for at in batch:
+                    node = self._made(node, at)
+                    self._known[at] = node
+                    made.append(node)
+            finally:
+                self._held.count_all(made)
         return node
 
     def _made(self, parent: Node, ordinal: int) -> Node:

@@ -509,13 +509,18 @@ def test_a_budget_of_memory_covers_what_was_read(place: Place) -> None:
     assert [len(two.get(session_id).tree) for session_id in two.sessions()] == [2] * 3 + [3] + [2] * 16
 
 
-def test_the_cache_holds_what_its_budget_allows(place: Place) -> None:
+def test_the_cache_holds_what_its_budget_allows() -> None:
     cache = RecordCache(1_000)
-    for number in range(10):
-        cache.put((1, 0, number), bytes(200))
-    assert [number for number in range(10) if cache.get((1, 0, number))] == [8, 9] and cache.held_bytes == 800
-    cache.put((1, 0, 11), bytes(2_000))
-    assert cache.get((1, 0, 11)) is None
-    assert cache.get((1, 0, 8)) is not None
-    cache.put((1, 0, 12), bytes(200))
-    assert cache.get((1, 0, 9)) is None, "that which was asked for last stays"
+    places = [(1, 0, number) for number in range(13)]
+
+    def held() -> list[int]:
+        return [place[2] for place in places if place in cache._records]
+
+    for place in places[:10]:
+        cache.put_all([(place, bytes(200))])
+    assert held() == [8, 9] and cache.held_bytes == 800
+    cache.put_all([(places[11], bytes(2_000))])
+    assert cache.get_all([places[11]]) == [None]
+    assert cache.get_all([places[8], places[3]]) == [bytes(200), None]
+    cache.put_all([(places[12], bytes(200))])
+    assert held() == [8, 12], "that which was asked for last stays"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from struct import Struct
 from typing import Any, Final, NamedTuple
@@ -39,6 +39,8 @@ _LOST: Final = 65_536  # numbers of writes that were refused, remembered
 _FIELDS: Final = ("ordinal", "parent", "id", "key")
 _OVERHEAD: Final = 200  # bytes of a record in the cache beside its own
 HEAD, PIN, DROP = b"h", b"p", b"d"
+
+Place = tuple[int, int, int]  # of a record: its session, how often something had been removed from that, its ordinal
 
 
 class SharedLease(NamedTuple):
@@ -156,24 +158,25 @@ class RecordCache:
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.held_bytes = 0
-        self._records: OrderedDict[tuple[int, int, int], bytes] = OrderedDict()
+        self._records: OrderedDict[Place, bytes] = OrderedDict()
         self._lock = new_lock()
 
-    def get(self, place: tuple[int, int, int]) -> bytes | None:
+    def get_all(self, places: Sequence[Place]) -> list[bytes | None]:
         with self._lock:
-            record = self._records.get(place)
-            if record is not None:
-                self._records.move_to_end(place)
-            return record
+            records = self._records
+            found = [records.get(place) for place in places]
+            for place, record in zip(places, found, strict=True):
+                if record is not None:
+                    records.move_to_end(place)
+            return found
 
-    def put(self, place: tuple[int, int, int], record: bytes) -> None:
-        size = len(record) + _OVERHEAD
-        if size > self.budget_bytes:
-            return
+    def put_all(self, records: Iterable[tuple[Place, bytes]]) -> None:
         with self._lock:
-            if place not in self._records:
-                self._records[place] = record
-                self.held_bytes += size
+            for place, record in records:
+                size = len(record) + _OVERHEAD
+                if size <= self.budget_bytes and place not in self._records:
+                    self._records[place] = record
+                    self.held_bytes += size
             while self.held_bytes > self.budget_bytes:
                 _, old = self._records.popitem(last=False)
                 self.held_bytes -= len(old) + _OVERHEAD
@@ -329,8 +332,8 @@ class SharedLog:
                 why[change.session] = outcome
             elif outcome[at]:
                 known[change.session].fold(change)
-                for node in change.nodes:
-                    self.cache.put((change.session, known[change.session].removals, node.row.ordinal), node.record)
+                removals = known[change.session].removals
+                self.cache.put_all(((change.session, removals, node.row.ordinal), node.record) for node in change.nodes)
             else:
                 why[change.session] = Overtaken(f"session {change.session} was written to elsewhere")
         for number in why:
@@ -460,19 +463,18 @@ class SharedLog:
             batch = entries[start : start + _AT_ONCE]
             numbers = batch["session"].tolist()
             places = list(zip(numbers, batch["segment"].tolist(), batch["ordinal"].tolist(), strict=True))
-            records = {place: record for place in places if (record := self.cache.get(place)) is not None}
-            for number in dict.fromkeys(numbers):
-                missing = [place for place in places if place[0] == number and place not in records]
-                if missing:
-                    found = self.backend.nodes.read(number, [ordinal for _, _, ordinal in missing])
-                    for place, record in zip(missing, found, strict=True):
-                        if record is None:
-                            what = f"node {place[2]} of session {number} was dropped and removed elsewhere"
-                            raise UnknownNode(what, node_id=None)
-                        records[place] = record
-                        self.cache.put(place, record)
-            for place in places:
-                yield records[place]
+            records = self.cache.get_all(places)
+            missing = [at for at, record in enumerate(records) if record is None]
+            for number in dict.fromkeys(numbers[at] for at in missing):
+                mine = [at for at in missing if numbers[at] == number]
+                found = self.backend.nodes.read(number, [places[at][2] for at in mine])
+                for at, record in zip(mine, found, strict=True):
+                    if record is None:
+                        what = f"node {places[at][2]} of session {number} was dropped and removed elsewhere"
+                        raise UnknownNode(what, node_id=batch[at]["id"].tobytes())
+                    records[at] = record
+            self.cache.put_all((places[at], record) for at in missing if (record := records[at]) is not None)
+            yield from records  # type: ignore[misc]  # none is missing
 
     def close(self) -> None:
         try:

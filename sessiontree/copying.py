@@ -16,6 +16,7 @@ from functools import cache, partial
 from hashlib import sha256
 from itertools import islice
 from typing import Any, Final, Literal, NamedTuple
+from weakref import ref
 
 import attrs
 
@@ -42,6 +43,7 @@ __all__ = ["CopyReport", "SessionCopy", "copy_sessions", "session_digest"]
 _BATCH: Final = 1000  # nodes that become durable together
 _BATCH_BYTES: Final = 2**20
 _TOGETHER: Final = 256  # nodes that are read together
+_LAST: Final = 16  # sessions that are held for what the next ones may share
 _NODE_BYTES: Final = 500  # of one in memory beside its tokens
 _HELD: Final = 2**28  # bytes of copied sessions that stay in memory
 _LOOK: Final = 2**26  # bytes copied before somebody looks how many those are
@@ -135,20 +137,30 @@ def session_digest(session: Session) -> bytes:
     """
     tree = session._tree
     digest = _Digest(tree)
-    for above, record in _records(tree):
-        digest.add(above, record)
+    deque(_add_all(digest, tree), maxlen=0)
     return digest.finished(tree, session.pins)
 
 
 class _Digest:
-    def __init__(self, tree: SessionTree) -> None:
+    """Of one session. ``paths``: what is known of those that forks share."""
+
+    def __init__(self, tree: SessionTree, paths: _Paths | None = None) -> None:
+        self._paths = paths
         self._sum = sha256(b"sessiontree session\0" + pack([tree.root.id, *tree.limits]))
 
     def add(self, above: bytes, record: bytes) -> None:
-        """A node, by its parent's id and its record. Where it stands is said by the order."""
-        self._sum.update(len(record).to_bytes(8, "little"))
-        self._sum.update(above)
-        self._sum.update(record)
+        """A node, by its parent's id and its record as the only one of a session. Where it stands is said by the order."""
+        self._sum.update(sha256(above + record).digest())
+
+    def add_node(self, node: Node) -> None:
+        """The same of a node in memory."""
+        assert node.parent is not None
+        digest = None if self._paths is None else self._paths.get(node)
+        if digest is None:
+            digest = sha256(node.parent.id + codec.encode_node(0, 1, 0, node)).digest()
+            if self._paths is not None:
+                self._paths.put(node, digest)
+        self._sum.update(digest)
 
     def finished(self, tree: SessionTree, pins: Collection[bytes]) -> bytes:
         heads = sorted((name, node_id) for name, (node_id, _) in _heads(tree).items())
@@ -156,23 +168,34 @@ class _Digest:
         return self._sum.digest()
 
 
-def _record_of(node: Node) -> tuple[bytes, bytes]:
-    """The id of a node's parent, and its record as the only node of a session."""
-    assert node.parent is not None
-    return node.parent.id, codec.encode_node(0, 1, 0, node)
+class _Paths:
+    """Digests of nodes that forks share, made once for all of them: as long as somebody holds the nodes."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[ref[Node], bytes]] = {}
+
+    def get(self, node: Node) -> bytes | None:
+        known = self._known.get(id(node))
+        return None if known is None or known[0]() is not node else known[1]
+
+    def put(self, node: Node, digest: bytes) -> None:
+        self._known[id(node)] = ref(node), digest
 
 
-def _records(tree: SessionTree) -> Iterator[tuple[bytes, bytes]]:
-    """The same of all nodes in commit order, as they lie in a store: none is made for that."""
-    yield from map(_record_of, _shared_path(tree)[1:])
+def _add_all(digest: _Digest, tree: SessionTree) -> Iterator[None]:
+    """Add all nodes in commit order, as they lie in a store: none is made for that, but those that a fork shares."""
+    for node in _shared_path(tree)[1:]:
+        digest.add_node(node)
+        yield
     for index, batch in _batches(tree):
-        if isinstance(index, StoredIndex):
-            source = index.source
-            for ordinal in batch:
-                if ordinal:
-                    yield index.id_of(source.parent_of(ordinal)), codec.renumbered(source.raw(ordinal), 0, 1, 0)
-        else:
-            yield from (_record_of(index.nodes[ordinal - index.base_count]) for ordinal in batch if ordinal)
+        for ordinal in batch:
+            if isinstance(index, StoredIndex) and ordinal:
+                source = index.source
+                digest.add(index.id_of(source.parent_of(ordinal)), codec.renumbered(source.raw(ordinal), 0, 1, 0))
+                yield
+            elif ordinal:
+                digest.add_node(index.nodes[ordinal - index.base_count])
+                yield
 
 
 def _nodes(tree: SessionTree) -> Iterator[Node]:
@@ -218,6 +241,32 @@ def _heads(tree: SessionTree) -> dict[str, tuple[bytes, int]]:
 # Whether what is there is an earlier state
 
 
+class _Views:
+    """Sessions of a store, looked at one after the other. What forks rest on is held meanwhile, so it is read once for all of them.
+
+    ``paths``: digests of that.
+    """
+
+    def __init__(self, store: SessionStore, snapshots: Sequence[_Snapshot]) -> None:
+        self._store = store
+        self._sources = {snapshots[each.tip[0]].session_id for each in snapshots if each.tip is not None}
+        self.clear()
+
+    def clear(self) -> None:
+        self.paths = _Paths()
+        self._held: dict[str, SessionTree] = {}
+        self._last: deque[SessionTree] = deque(maxlen=_LAST)
+
+    def of(self, session_id: str) -> tuple[SessionTree, Collection[bytes]] | None:
+        """None where there is none."""
+        view = self._store._view_of(session_id)
+        if view is not None:
+            self._last.append(view[0])
+            if session_id in self._sources:
+                self._held[session_id] = view[0]
+        return view
+
+
 class _There(NamedTuple):
     """A session in the target."""
 
@@ -236,9 +285,9 @@ class _There(NamedTuple):
         return complete and self.has_heads(snapshot)
 
 
-def _there(target: SessionStore, snapshot: _Snapshot) -> _There | None:
+def _there(views: _Views, snapshot: _Snapshot) -> _There | None:
     """The session of a snapshot's id, if there is one. Raises SessionDiffers where it is no earlier state of that."""
-    view = target._view_of(snapshot.session_id)
+    view = views.of(snapshot.session_id)
     if view is None:
         return None
     found = _There(*view)
@@ -323,6 +372,8 @@ class _Copy:
         self._target = target
         self._snapshots = snapshots
         self._steps = _Steps(progress, 2 * _count(snapshots))
+        self._views = _Views(target, snapshots)
+        self._paths = _Paths()  # of the source
         self._media = _Media()
         self._features = 0  # contents whose features came
         self._copied = 0  # bytes since somebody looked what is held
@@ -337,7 +388,7 @@ class _Copy:
         names = frozenset(target.sessions())
         for snapshot in self._snapshots:
             if snapshot.session_id in names:
-                _there(target, snapshot)
+                _there(self._views, snapshot)
         copies = [self._copy(snapshot) for snapshot in self._snapshots]
         came = 0
         for (scope, alias), identity in aliases.items():
@@ -345,9 +396,10 @@ class _Copy:
                 target.alias_media(alias, identity, scope)
                 came += 1
         target.flush()
+        self._views.clear()
         target.evict()  # what is compared is what anybody finds there
         compared = [
-            attrs.evolve(copy, target=_digest_there(target, snapshot.session_id, self._steps))
+            attrs.evolve(copy, target=_digest_there(self._views, snapshot.session_id, self._steps))
             for copy, snapshot in zip(copies, self._snapshots, strict=True)
         ]
         return CopyReport(tuple(compared), self._features, came, self._media.absent(self._source, target))
@@ -360,9 +412,9 @@ class _Copy:
 
     def _copy(self, snapshot: _Snapshot) -> SessionCopy:
         tree, session_id = snapshot.tree, snapshot.session_id
-        there = _there(self._target, snapshot) or self._made(snapshot)
+        there = _there(self._views, snapshot) or self._made(snapshot)
         session = cache(partial(self._target.get, session_id))  # opened where something is to be written alone
-        digest, added = _Digest(tree), 0
+        digest, added = _Digest(tree, self._paths if _shared_path(tree) else None), 0
         for turns in _grouped(islice(self._read(tree, digest), len(there.tree), None)):
             added += session()._take(turns)
             self._make_room(turns)
@@ -378,7 +430,7 @@ class _Copy:
         try:
             session = self._create(snapshot)
         except SessionExists:  # somebody else is copying it too
-            there = _there(self._target, snapshot)
+            there = _there(self._views, snapshot)
             if there is None:
                 raise
             return there
@@ -389,7 +441,7 @@ class _Copy:
         tip = tree._index.bottom.tip
         if snapshot.tip is not None and tip is not None:
             above = self._snapshots[snapshot.tip[0]].session_id
-            view = target._view_of(above)
+            view = self._views.of(above)
             if view is not None and tip.id in view[0]:  # or it was dropped, and is kept for the fork alone
                 return _forked(target, above, tip.id, snapshot.session_id, tree.limits)
         root, limits = tree.root, tree.limits
@@ -406,7 +458,7 @@ class _Copy:
         """All nodes in order, each when its media's features are there, if they are held."""
         for node in _nodes(tree):
             if node.parent is not None:
-                digest.add(*_record_of(node))
+                digest.add_node(node)
                 self._steps.take()
             for item in self._media.add(node):
                 arrays = None if _holds(self._target, item) else self._source._features.kept(item)
@@ -419,6 +471,7 @@ class _Copy:
         self._copied += _NODE_BYTES * len(turns) + sum(len(turn.data) for _, turn, _ in turns)
         if self._copied >= _LOOK:
             self._copied = 0
+            self._views.clear()
             self._target.evict(_HELD)
 
 
@@ -458,14 +511,13 @@ def _holds(store: SessionStore, item: MediaItem) -> bool:
     return item in features if features.files is None else item.content() in features.files
 
 
-def _digest_there(target: SessionStore, session_id: str, steps: _Steps) -> bytes:
-    view = target._view_of(session_id)
+def _digest_there(views: _Views, session_id: str, steps: _Steps) -> bytes:
+    view = views.of(session_id)
     if view is None:
         return b""
     tree, pins = view
-    digest = _Digest(tree)
-    for record in _records(tree):
-        digest.add(*record)
+    digest = _Digest(tree, views.paths)
+    for _ in _add_all(digest, tree):
         steps.take()
     return digest.finished(tree, pins)
 
@@ -487,7 +539,8 @@ def _to_bundle(
         with open_bundle(path) as bundle:
             for other in set(bundle.sessions()).difference(each.session_id for each in snapshots):
                 raise Unsupported(f"a bundle is written as a whole, and session {other!r} in {path} is not copied to it")
-            found = [(each, _there(bundle, each)) for each in snapshots]
+            views = _Views(bundle, snapshots)
+            found = [(each, _there(views, each)) for each in snapshots]
             known = {each.session_id: len(there.tree) - 1 for each, there in found if there is not None}
             if all(there is not None and there.is_all_of(each) for each, there in found):
                 report = _compared(source, bundle, snapshots, known, _Steps(progress, 2 * nodes))
@@ -507,16 +560,16 @@ def _compared(
     source: SessionStore, bundle: SessionStore, snapshots: Sequence[_Snapshot], known: Mapping[str, int], steps: _Steps
 ) -> CopyReport:
     """Both sides, where nothing needs to be copied any more. ``known``: nodes of each session that had been there."""
-    media = _Media()
+    media, views, paths = _Media(), _Views(bundle, snapshots), _Paths()
     copies = []
     for snapshot in snapshots:
-        digest = _Digest(snapshot.tree)
+        digest = _Digest(snapshot.tree, paths if _shared_path(snapshot.tree) else None)
         for node in _nodes(snapshot.tree):
             if node.parent is not None:
-                digest.add(*_record_of(node))
+                digest.add_node(node)
                 steps.take()
             deque(media.add(node), maxlen=0)
-        mine, there = digest.finished(snapshot.tree, snapshot.pins), _digest_there(bundle, snapshot.session_id, steps)
+        mine, there = digest.finished(snapshot.tree, snapshot.pins), _digest_there(views, snapshot.session_id, steps)
         nodes = len(snapshot.tree) - 1
         copies.append(SessionCopy(snapshot.session_id, nodes, nodes - known.get(snapshot.session_id, 0), mine, there))
     aliases = _aliases(source, snapshots)

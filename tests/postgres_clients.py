@@ -75,7 +75,8 @@ class Client:
         self.rng = random.Random(seed)
         self.name = log.stem  # of this life
         self.calls = 0
-        self.forks: list[str] = []
+        self.forks: list[str] = []  # that are there
+        self.forked = 0
         self.sessions: dict[str, Session] = {}
         self.ids: list[str] = list(ROOTS)
         self.known: dict[str, list[bytes]] = {}
@@ -124,7 +125,7 @@ class Client:
             self.swap: 24,
             self.free: 3,
             self.drop_head: 3,
-            self.fork: 2 if len(self.forks) < _FORKS else 0,
+            self.fork: 2 if self.forked < _FORKS else 0,
             self.pin: 3,
             self.alias: 1,
             self.look_around: 2,
@@ -254,7 +255,8 @@ class Client:
     def fork(self, session: Session) -> None:
         """Under a name of its own, or under one that others take too."""
         node = self.node_of(session)
-        name = f"fork {self.rng.randrange(8)}" if self.rng.random() < 0.2 else f"fork {self.name} {len(self.forks)}"
+        self.forked += 1
+        name = f"fork {self.rng.randrange(8)}" if self.rng.random() < 0.2 else f"fork {self.name} {self.forked}"
 
         def fork() -> str:
             return self.store.fork(session, node, name).id

@@ -30,8 +30,8 @@ from sessiontree import (
     Unsupported,
 )
 from sessiontree.aio import AsyncStore
-from sessiontree.backends.shared import Backend, Change, Look
-from sessiontree.backends.shared_log import RecordCache
+from sessiontree.backends.shared import Backend, Change, Look, NewNode, NodeRow
+from sessiontree.backends.shared_log import Known, RecordCache
 
 SCHEME = "text@hf5"
 
@@ -323,6 +323,33 @@ def test_a_fork_of_what_is_dropped_at_the_same_time_fails(place: Place) -> None:
         here.refresh()
         one.fork(here, node, "g")
     assert "g" not in two.sessions()
+
+
+def test_who_has_dropped_something_forks_what_is_left(place: Place) -> None:
+    one, two = place.store(), place.store()
+    session = one.create("s", scheme=SCHEME)
+    kept, gone = session.append(session.root, [1]), session.append(session.root, [2])
+    session.drop(gone)
+    assert shown(one.fork(session, kept, "f")) == [(1,)]
+    session.append(kept, [3])
+    session.drop(session.append(kept, [4]))
+    assert shown(two.fork(two.get("s"), kept.id, "g")) == [(1,)]
+    session.close()
+    one.gc(recent=0)
+    assert shown(one.fork(one.get("s"), one.get("s").root, "h")) == []
+
+
+def test_what_a_look_has_brought_is_not_known_twice() -> None:
+    known = Known(1)
+    row = NodeRow(1, 0, bytes(32), 0)
+    known.take(Look(b"", 0, 0, 0, False, True, [], {}))
+    change = Change(1, 0, 1, [NewNode(row, b"record")])
+    known.take(Look(b"", 2, 0, 0, False, False, [row, NodeRow(2, 1, bytes(32), 0)], {}))
+    known.fold(change)
+    assert known.since == (2, 0, 2)
+    known.fold(Change(1, 2, 3, [NewNode(NodeRow(3, 2, bytes(32), 0), b"record")]))
+    assert known.since == (3, 0, 3)
+    assert known._more == [row, NodeRow(2, 1, bytes(32), 0), NodeRow(3, 2, bytes(32), 0)]
 
 
 def test_a_pin_elsewhere_holds(place: Place) -> None:

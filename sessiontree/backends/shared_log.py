@@ -236,7 +236,7 @@ class SharedLog:
             if told[0] is not expected:
                 raise Overtaken("something came in between")
             known = self._known.get(number)
-            if known is None or known.pending is None or after in self._lost:
+            if known is None or known.pending is None:
                 raise WriteLost(f"session {number} was written to elsewhere")
             before = known.pending
             if drops:
@@ -364,7 +364,7 @@ class SharedLog:
             with self._lock:
                 if known.since != since:
                     continue  # somebody else has brought more
-                if look.whole or look.version != known.version or look.gone != known.gone:
+                if look.whole or (look.version, look.drops, look.gone) != (known.version, known.drops, known.gone):
                     known.take(look)
                 self._remember(known)
                 return known

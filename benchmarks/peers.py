@@ -8,8 +8,9 @@ InMemorySaver with the ids as a state channel, an optional install (``make bench
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,107 @@ def agents_turns(folder: Path) -> tuple[float, int, float, int] | None:
         return turns, size, time.perf_counter() - start, _bytes(folder) - size
 
     return asyncio.run(measure())
+
+
+@attrs.frozen
+class PostgresRun:
+    """1,000 turns, then 100 forks of the last with a turn each: medians of a turn about the 10th and of the last ten, and of a fork."""
+
+    early_ms: float
+    late_ms: float
+    turns_bytes: int
+    fork_ms: float
+    fork_bytes: float
+
+
+def timed_runs(turn: Callable[[int], object], fork: Callable[[int], object], turns: int, forks: int, server: Any) -> PostgresRun:
+    """Do so many of both, by number. ``server``: a connection of psycopg's to the same database."""
+    before = postgres_bytes(server)
+    taken = [_milliseconds(turn, number) for number in range(turns)]
+    between = postgres_bytes(server)
+    forked = [_milliseconds(fork, number) for number in range(forks)]
+    fork_bytes = (postgres_bytes(server) - between) / forks
+    early, late = statistics.median(taken[5:15]), statistics.median(taken[-10:])
+    return PostgresRun(early, late, between - before, statistics.median(forked), fork_bytes)
+
+
+def _milliseconds(call: Callable[[int], object], number: int) -> float:
+    begun = time.perf_counter()
+    call(number)
+    return 1000 * (time.perf_counter() - begun)
+
+
+def postgres_bytes(server: Any) -> int:
+    """Of all tables of a database with their indexes and what is toasted."""
+    tables = "SELECT sum(pg_total_relation_size(relid)) FROM pg_catalog.pg_stat_user_tables"
+    return int(server.execute(tables).fetchone()[0] or 0)
+
+
+def langgraph_postgres_run(url: str, turns: Sequence[list[int]]) -> PostgresRun | None:
+    """LangGraph's PostgresSaver, the ids of all turns so far as a state channel; None where it is not installed."""
+    try:
+        from langgraph.checkpoint.base import empty_checkpoint
+        from langgraph.checkpoint.postgres import PostgresSaver
+    except ImportError:
+        return None
+    import psycopg
+
+    with PostgresSaver.from_conn_string(url) as saver, psycopg.connect(url, autocommit=True) as server:
+        saver.setup()
+        config: Any = {"configurable": {"thread_id": "bench", "checkpoint_ns": ""}}
+        ids: list[int] = []
+
+        def put(config: Any, ids: list[int], number: int) -> Any:
+            checkpoint = empty_checkpoint()
+            checkpoint["channel_values"] = {"token_ids": ids}
+            checkpoint["channel_versions"] = {"token_ids": number}
+            return saver.put(config, checkpoint, {"step": number}, {"token_ids": number})
+
+        def turn(number: int) -> None:
+            nonlocal config, ids
+            ids = ids + turns[number]
+            config = put(config, ids, number)
+
+        def fork(number: int) -> None:
+            put(config, ids + list(range(number, number + 16)), len(turns) + number)
+
+        return timed_runs(turn, fork, len(turns), 100, server)
+
+
+def agents_postgres_run(url: str, turns: Sequence[list[int]]) -> PostgresRun | None:
+    """openai-agents' SQLAlchemySession over asyncpg, a turn an item that holds the ids; None where it is not installed.
+
+    It knows no forks: one is another session that begins with the items of the first.
+    """
+    try:
+        import asyncpg  # noqa: F401 (the driver that its documentation names)
+        from agents.extensions.memory import SQLAlchemySession
+        from sqlalchemy.ext.asyncio import create_async_engine
+    except ImportError:
+        return None
+    import psycopg
+
+    loop = asyncio.new_event_loop()
+    engine = create_async_engine(url.replace("postgresql://", "postgresql+asyncpg://"))
+    try:
+        session = SQLAlchemySession("bench", engine=engine, create_tables=True)
+
+        def item(ids: Sequence[int]) -> Any:
+            return {"role": "user", "content": str(list(ids))}
+
+        def turn(number: int) -> None:
+            loop.run_until_complete(session.add_items([item(turns[number])]))
+
+        async def forked(number: int) -> None:
+            other = SQLAlchemySession(f"fork{number}", engine=engine)
+            await other.add_items([*await session.get_items(), item(range(number, number + 16))])
+
+        with psycopg.connect(url, autocommit=True) as server:
+            loop.run_until_complete(session.get_items())  # which makes the tables
+            return timed_runs(turn, lambda number: loop.run_until_complete(forked(number)), len(turns), 100, server)
+    finally:
+        loop.run_until_complete(engine.dispose())
+        loop.close()
 
 
 def _bytes(folder: Path) -> int:

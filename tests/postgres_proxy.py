@@ -1,4 +1,4 @@
-"""A proxy before a PostgreSQL server, which cuts a connection where a test wants it cut."""
+"""A proxy before a PostgreSQL server, which cuts a connection where a test wants it cut, and counts round trips."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ Side = Literal["client", "server"]
 
 
 class Proxy:
-    """In ``with``, it runs. ``url``: what clients connect to instead of the server's."""
+    """In ``with``, it runs. ``url``: what clients connect to instead of the server's.
+
+    ``round_trips``: how often a client said something after the server did, while there is one connection.
+    """
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -23,6 +26,8 @@ class Proxy:
         port = self._listening.getsockname()[1]
         self.url = urlunsplit(parts._replace(netloc=f"{parts.username}:{parts.password or ''}@127.0.0.1:{port}"))
         self.cuts = 0
+        self.round_trips = 0
+        self._last: Side = "server"
         self.refusing = False
         self._armed: tuple[Side, int] | None = None
         self._lock = threading.Lock()
@@ -42,6 +47,8 @@ class Proxy:
     def _allowed(self, side: Side, size: int) -> int:
         """How many of so many bytes go through; fewer, and it is the end."""
         with self._lock:
+            self.round_trips += side == "client" and self._last == "server"
+            self._last = side
             if self._armed is None or self._armed[0] != side:
                 return size
             after = self._armed[1]

@@ -167,7 +167,7 @@ class Sessions(Part):
 
 
 class Nodes(Part):
-    def read(self, session: int, ordinals: Sequence[int]) -> Sequence[bytes | None]:
+    def read(self, session: int, ordinals: Sequence[int], *, fresh: bool = False) -> Sequence[bytes | None]:
         found = "session = (SELECT number FROM ours WHERE number = ?) AND ordinal IN (SELECT value FROM json_each(?))"
         records = dict(self.db.select(f"ordinal, record FROM nodes WHERE {found}", session, str(list(ordinals))))
         return [records.get(ordinal) for ordinal in ordinals]

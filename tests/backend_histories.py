@@ -96,7 +96,7 @@ class Plain:
         self.by_name[name] = record
         return True
 
-    def read(self, session: int, ordinals: Sequence[int]) -> Sequence[bytes | None]:
+    def read(self, session: int, ordinals: Sequence[int], *, fresh: bool = False) -> Sequence[bytes | None]:
         nodes = self.sessions[session].nodes if session in self.sessions else {}
         return [nodes[ordinal].record if ordinal in nodes else None for ordinal in ordinals]
 

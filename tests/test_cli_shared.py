@@ -428,7 +428,7 @@ def test_nodes_that_are_removed_while_they_are_read_are_no_damage(sound: Path) -
 
         done = False
 
-        def read(self, number: int, ordinals: Sequence[int]) -> Sequence[bytes | None]:
+        def read(self, number: int, ordinals: Sequence[int], *, fresh: bool = False) -> Sequence[bytes | None]:
             if not self.done:
                 self.done = True
                 with SessionStore.connect(SQLITE) as other:

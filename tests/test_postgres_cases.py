@@ -352,7 +352,7 @@ class Counting:
         self.rows += 0 if look is None else len(look.nodes)
         return look
 
-    def read(self, session: int, ordinals: Sequence[int]) -> Sequence[bytes | None]:
+    def read(self, session: int, ordinals: Sequence[int], *, fresh: bool = False) -> Sequence[bytes | None]:
         self.calls += 1
         self.records += len(ordinals)
         return self._backend.nodes.read(session, ordinals)

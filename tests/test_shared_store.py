@@ -64,9 +64,9 @@ class CountedNodes:
         self.inner = backend.nodes
         self.reads: list[Sequence[int]] = []
 
-    def read(self, session: int, ordinals: Sequence[int]) -> Sequence[bytes | None]:
+    def read(self, session: int, ordinals: Sequence[int], *, fresh: bool = False) -> Sequence[bytes | None]:
         self.reads.append(ordinals)
-        return self.inner.read(session, ordinals)
+        return self.inner.read(session, ordinals, fresh=fresh)
 
 
 class Place:
@@ -453,11 +453,46 @@ def test_a_record_that_is_not_what_was_written_is_told_of(place: Place) -> None:
     flipped = record[:-30] + bytes([record[-30] ^ 1]) + record[-29:]
 
     class Damaged:
-        def read(self, session: int, ordinals: Sequence[int]) -> Sequence[bytes | None]:
+        def read(self, session: int, ordinals: Sequence[int], *, fresh: bool = False) -> Sequence[bytes | None]:
             return [flipped for _ in ordinals]
 
     with SessionStore.connect(backend._replace(nodes=Damaged())) as two, pytest.raises(CorruptTree):
         two.get("s").node(node.id)
+
+
+def test_a_copy_that_lags_gives_no_node_for_another(place: Place) -> None:
+    one = place.store()
+    session = one.create("s", scheme=SCHEME)
+    session.append(session.root, [1])
+    gone = session.append(session.root, [2, 2, 2])
+    backend = place.backend()
+    old = {ordinal: record for ordinal, record in zip((1, 2), backend.nodes.read(1, [1, 2]), strict=True)}
+    session.drop(gone)
+    one.gc()
+    new = session.append(session.root, [3, 3, 3])
+
+    class Lagging:
+        def read(self, number: int, ordinals: Sequence[int], *, fresh: bool = False) -> Sequence[bytes | None]:
+            return backend.nodes.read(number, ordinals) if fresh else [old.get(ordinal) for ordinal in ordinals]
+
+    with SessionStore.connect(backend._replace(nodes=Lagging())) as two:
+        there = two.get("s")
+        assert there.longest_prefix([3, 3, 3]).node == new
+        assert shown(there) == [(1,), (3, 3, 3)]
+
+
+def test_a_node_that_was_removed_elsewhere_is_no_damage(place: Place) -> None:
+    one, two = place.store(), place.store()
+    session = one.create("s", scheme=SCHEME)
+    nodes = [session.append(session.root, [turn]) for turn in range(3)]
+    there = two.get("s")
+    tree = there.tree
+    session.drop(*nodes)
+    one.gc()
+    session.append(session.root, [7])
+    with pytest.raises(UnknownNode):
+        tree.node(nodes[0].id)
+    assert shown(there) == [] and there.closed is False
 
 
 def test_events_tell_what_others_wrote_once(place: Place) -> None:

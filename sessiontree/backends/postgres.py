@@ -175,9 +175,9 @@ class PostgresNodes:
         self._replica = replica
         self._rests_until = 0.0  # the replica, which has failed
 
-    def read(self, session: int, ordinals: Sequence[int]) -> Sequence[bytes | None]:
+    def read(self, session: int, ordinals: Sequence[int], *, fresh: bool = False) -> Sequence[bytes | None]:
         found: dict[int, bytes] = {}
-        if self._replica is not None and time.monotonic() >= self._rests_until:
+        if self._replica is not None and not fresh and time.monotonic() >= self._rests_until:
             try:
                 found = _read(self._replica, session, ordinals)
             except (StoreFailed, IncompatibleStore):

@@ -85,6 +85,6 @@ class SealedNodes:
     def __init__(self, nodes: Nodes) -> None:
         self.inner = nodes
 
-    def read(self, session: int, ordinals: Sequence[int]) -> Sequence[bytes | None]:
-        found = zip(ordinals, self.inner.read(session, ordinals), strict=True)
+    def read(self, session: int, ordinals: Sequence[int], *, fresh: bool = False) -> Sequence[bytes | None]:
+        found = zip(ordinals, self.inner.read(session, ordinals, fresh=fresh), strict=True)
         return [None if record is None else unseal(record, "node {} of session {}", ordinal, session) for ordinal, record in found]

@@ -154,10 +154,14 @@ class Sessions(Protocol):
 
 
 class Nodes(Protocol):
-    """Records of nodes. They never change, so a copy anywhere is as good."""
+    """Records of nodes. They never change, so a copy anywhere is as good.
 
-    def read(self, session: int, ordinals: Sequence[int]) -> Sequence[bytes | None]:
-        """Records in that order, at once; None for one that is not there."""
+    But once the last nodes of a session were removed, others come under their ordinals, and a copy that lags has the old ones:
+    whoever finds that it was given another node asks again for what is ``fresh``.
+    """
+
+    def read(self, session: int, ordinals: Sequence[int], *, fresh: bool = False) -> Sequence[bytes | None]:
+        """Records in that order, at once; None for one that is not there. ``fresh``: none comes from a copy."""
 
 
 class Blobs(Protocol):

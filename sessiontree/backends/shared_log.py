@@ -466,15 +466,26 @@ class SharedLog:
             records = self.cache.get_all(places)
             missing = [at for at, record in enumerate(records) if record is None]
             for number in dict.fromkeys(numbers[at] for at in missing):
-                mine = [at for at in missing if numbers[at] == number]
-                found = self.backend.nodes.read(number, [places[at][2] for at in mine])
-                for at, record in zip(mine, found, strict=True):
-                    if record is None:
-                        what = f"node {places[at][2]} of session {number} was dropped and removed elsewhere"
-                        raise UnknownNode(what, node_id=batch[at]["id"].tobytes())
-                    records[at] = record
+                mine = {places[at][2]: at for at in missing if numbers[at] == number}
+                wanted = {ordinal: batch[at]["id"].tobytes() for ordinal, at in mine.items()}
+                for ordinal, fetched in self._fetched(number, wanted).items():
+                    records[mine[ordinal]] = fetched
             self.cache.put_all((places[at], record) for at in missing if (record := records[at]) is not None)
             yield from records  # type: ignore[misc]  # none is missing
+
+    def _fetched(self, number: int, wanted: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Records of nodes by ordinal, given their ids."""
+        records: dict[int, bytes] = {}
+        for fresh in (False, True):
+            left = [ordinal for ordinal in wanted if ordinal not in records]
+            if left:
+                found = zip(left, self.backend.nodes.read(number, left, fresh=fresh), strict=True)
+                records |= {at: record for at, record in found if record is not None and codec.id_in(record) == wanted[at]}
+        for ordinal, node_id in wanted.items():
+            if ordinal not in records:
+                what = f"node {ordinal} ({node_id[:4].hex()}) of session {number} was dropped and removed elsewhere"
+                raise UnknownNode(what, node_id=node_id)
+        return records
 
     def close(self) -> None:
         try:

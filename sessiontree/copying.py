@@ -372,6 +372,7 @@ class _Copy:
         self._target = target
         self._snapshots = snapshots
         self._steps = _Steps(progress, 2 * _count(snapshots))
+        self._open = frozenset(target._sessions)
         self._views = _Views(target, snapshots)
         self._paths = _Paths()  # of the source
         self._media = _Media()
@@ -396,13 +397,21 @@ class _Copy:
                 target.alias_media(alias, identity, scope)
                 came += 1
         target.flush()
-        self._views.clear()
+        self._let_go()
         target.evict()  # what is compared is what anybody finds there
         compared = [
             attrs.evolve(copy, target=_digest_there(self._views, snapshot.session_id, self._steps))
             for copy, snapshot in zip(copies, self._snapshots, strict=True)
         ]
         return CopyReport(tuple(compared), self._features, came, self._media.absent(self._source, target))
+
+    def _let_go(self) -> None:
+        """Hold nothing of the target, and have no session of it open that was not before."""
+        self._views.clear()
+        for snapshot in self._snapshots if self._target._journal is not None else ():
+            session = self._target._sessions.get(snapshot.session_id)
+            if session is not None and snapshot.session_id not in self._open:
+                session.close()
 
     def _check_alias(self, scope: Namespace, alias: str, identity: bytes) -> None:
         with self._target._opening:

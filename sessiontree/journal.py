@@ -897,8 +897,6 @@ class Journal:
             tip=tip,
         )
         index.told = self._told(columns, *key)
-        if old is not None and self.follows:
-            index.adopt_living(old.living())
         with self._lock:
             self._indexes[key] = index
             self._living[index] = key

@@ -149,7 +149,7 @@ class SharedJournal(Journal):
         return self.stored(number)
 
     def drops_of(self, number: int | None) -> Any:
-        return 0 if number is None else self.shared.known(number).seen[0]
+        return 0 if number is None else self.shared.known(number).seen
 
     def forget_numbers(self) -> None:
         pass

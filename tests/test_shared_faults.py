@@ -52,9 +52,9 @@ class Faulty:
         self.after: dict[str, Callable[..., object]] = {}
 
     def __getattr__(self, name: str) -> Any:
-        def call(*given: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
             self.before.get(name, nothing)(*given)
-            result = getattr(self.inner, name)(*given)
+            result = getattr(self.inner, name)(*given, **named)
             self.after.get(name, nothing)(*given)
             return result
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from sessiontree import (
     IncompatibleStore,
     KeyTaken,
     MediaItem,
+    Namespace,
     Node,
     NodeHeld,
     Session,
@@ -32,6 +33,7 @@ from sessiontree import (
 from sessiontree.aio import AsyncStore
 from sessiontree.backends.shared import Backend, Change, Look, NewNode, NodeRow
 from sessiontree.backends.shared_log import Known, RecordCache
+from sessiontree.shared_journal import SharedJournal
 
 SCHEME = "text@hf5"
 
@@ -44,16 +46,25 @@ class Counted:
         self.commits: list[Sequence[Change]] = []
         self.looks: list[Look | None] = []
         self.hold: threading.Event | None = None
+        self.first: Callable[[], object] | None = None  # done once, before the next commit
+        self.then: Callable[[], object] | None = None  # done once, after the next look
 
     def commit(self, changes: Sequence[Change]) -> Sequence[bool]:
         if self.hold is not None:
             self.hold.wait()
+        first, self.first = self.first, None
+        if first is not None:
+            first()
         self.commits.append(changes)
         return self.inner.commit(changes)
 
     def look(self, number: int, since: tuple[int, int, int] | None = None) -> Look | None:
-        self.looks.append(self.inner.look(number, since))
-        return self.looks[-1]
+        look = self.inner.look(number, since)
+        self.looks.append(look)
+        then, self.then = self.then, None
+        if then is not None:
+            then()
+        return look
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -320,9 +331,97 @@ def test_a_fork_of_what_is_dropped_at_the_same_time_fails(place: Place) -> None:
     two.get("s").drop(node)
     with pytest.raises(UnknownNode):  # refused, looked at again, and then it is not there
         one.fork(here, node, "f")
-        here.refresh()
-        one.fork(here, node, "g")
-    assert "g" not in two.sessions()
+    assert two.sessions() == ("s",)
+
+
+def test_a_session_is_forked_whatever_was_dropped_beside_its_path(place: Place) -> None:
+    one, two = place.store(), place.store()
+    session = one.create("a", scheme=SCHEME)
+    node, other = session.append(session.root, [1]), session.append(session.root, [2])
+    fork = two.fork(two.get("a"), node.id, "f")
+    session.drop(other)  # of which the other knows nothing yet
+    assert shown(two.fork(fork, fork.node(node.id), "g")) == [(1,)]
+
+
+def test_others_come_first_once_more_where_something_is_dropped(place: Place) -> None:
+    one, two = place.store(), place.store()
+    here, there = one.create("s", scheme=SCHEME), two.get("s")
+    node = here.append(here.root, [1])
+    there.refresh()
+    sessions_of(one).first = lambda: there.append(node.id, [2])
+    here.drop(node)
+    assert shown(here) == []
+    kept = here.append(here.root, [3])
+    there.refresh()
+    sessions_of(one).first = lambda: there.append(kept.id, [4])
+    here.pin(kept)
+    assert here.pins == {kept.id} and shown(here) == [(3,), (3, 4)]
+    here.unpin(kept)
+    there.refresh()
+    sessions_of(one).first = lambda: there.append(kept.id, [5])
+    one.drop("s")
+    assert two.sessions() == () and len(sessions_of(one).commits) > 6
+
+
+def test_what_is_under_way_is_there_for_who_opens_the_session_again(place: Place) -> None:
+    store = place.store()
+    session = store.create("s", scheme=SCHEME)
+    counted = sessions_of(store)
+    counted.hold = threading.Event()
+    made: list[Node] = []
+    opened: list[Session] = []
+    writer = threading.Thread(target=lambda: made.append(session.append(session.root, [1])))
+    writer.start()
+    while not store._journal.lag[0]:  # type: ignore[union-attr]
+        pass
+    session.close()
+    reader = threading.Thread(target=lambda: opened.append(store.get("s")))
+    reader.start()
+    counted.hold.set()
+    writer.join()
+    reader.join()
+    assert opened[0].node(made[0].id) == made[0] and opened[0].append(made[0], [2]).stop == 2
+
+
+def test_two_looks_at_once_bring_each_node_once(place: Place) -> None:
+    one, two = place.store(), place.store()
+    session, there = one.create("s", scheme=SCHEME), two.get("s")
+    node = session.append(session.root, [1])
+    journal = two._journal
+    assert isinstance(journal, SharedJournal) and there._number is not None
+
+    def beside() -> None:
+        session.append(node, [2])
+        journal.shared.look(there._number or 0)
+
+    sessions_of(two).then = beside
+    there.refresh()
+    assert shown(there) == [(1,), (1, 2)]
+    assert journal.shared.known(there._number).snapshot().entries["ordinal"].tolist()[:2] == [1, 2]
+    assert len(journal.columns(there._number).places_of_nodes()) == 2
+
+
+def test_an_ordinal_that_was_another_nodes_is_the_new_nodes(place: Place) -> None:
+    one, two = place.store(), place.store()
+    here, there = one.create("s", scheme=SCHEME), two.get("s")
+    here.append(here.root, [1])
+    old = here.append(here.root, [2])
+    there.refresh()
+    held = there.node(old.id)
+    two.evict()
+    assert there.node(old.id) == held, "so it is in the cache too"
+    here.drop(old)
+    there.refresh()
+    one.gc()
+    one.close()
+    with place.store() as three:
+        again = three.get("s")
+        new = again.append(again.root, [3, 3])
+    there.refresh()
+    assert there._tree._index.find_ordinal(there.node(new.id), there._tree._count) == 2
+    assert there.node(new.id).input_ids(0, 2).tolist() == [3, 3] and shown(there) == [(1,), (3, 3)]
+    assert held.input_ids(0, 1).tolist() == [2]
+    assert there.append(held.parent or there.root, [4]).id in there.tree
 
 
 def test_who_has_dropped_something_forks_what_is_left(place: Place) -> None:
@@ -398,6 +497,9 @@ def test_aliases_of_two_processes_name_one_thing(place: Place) -> None:
     two.drop_alias("cat")
     one.alias_media("cat", that)
     assert two.aliased_media("cat") == that.identity
+    assert two._journal is not None
+    assert two._journal.alias(Namespace(), "cat", this.identity) == that.identity, "who was first is asked, in the same step"
+    assert one.aliased_media("cat") == that.identity
 
 
 def test_an_alias_belongs_to_the_tenant_of_its_namespace(place: Place) -> None:
@@ -492,7 +594,8 @@ def test_a_node_that_was_removed_elsewhere_is_no_damage(place: Place) -> None:
     session.append(session.root, [7])
     with pytest.raises(UnknownNode):
         tree.node(nodes[0].id)
-    assert shown(there) == [] and there.closed is False
+    there.refresh()
+    assert shown(there) == [(7,)]
 
 
 def test_events_tell_what_others_wrote_once(place: Place) -> None:
@@ -518,7 +621,13 @@ def test_the_asyncio_front_does_what_was_refused_anew(place: Place) -> None:
             there = other.get("s")
             root = there.root
             there.set_head("main", there.append(root, [1]))
-            node, head = await asyncio.gather(session.append(root.id, [2]), session.set_head("mine", root.id))
+            counted = sessions_of(store.store)
+            counted.hold = threading.Event()
+            both = asyncio.gather(session.append(root.id, [2]), session.set_head("mine", root.id))
+            while store.store._journal.lag[0] < 2:  # type: ignore[union-attr]
+                await asyncio.sleep(0)
+            counted.hold.set()
+            node, head = await both
             assert head.version == 2 and session.session.head("mine") == head
             there.append(root, [3])
             draft = await session.draft(node)

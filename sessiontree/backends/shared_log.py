@@ -62,7 +62,7 @@ class Known:
         self.refs: dict[bytes, bytes] = {}
         self.last = 0  # the last ordinal
         self.pending: int | None = None  # the version of the session in hand, with all that is in line
-        self.seen = (0, 0)  # drops and removals, as the session in hand knows them
+        self.seen = 0  # drops that the session in hand knows of
         self._rows: NDArray[Any] = _rows(())
         self._more: list[NodeRow] = []  # behind them
         self._snapshot: Snapshot | None = None
@@ -87,7 +87,7 @@ class Known:
         self.version, self.gone = change.after, self.gone or change.gone
         if change.drops:
             self.drops += 1
-            self.seen = self.seen[0] + 1, self.seen[1]
+            self.seen += 1
 
     def _add(self, nodes: Sequence[NodeRow], refs: Mapping[bytes, bytes]) -> None:
         if nodes:
@@ -377,7 +377,7 @@ class SharedLog:
         self._settle(number)
         known = self.look(number)
         with self._lock:
-            known.pending, known.seen = known.version, (known.drops, known.removals)
+            known.pending, known.seen = known.version, known.drops
             return known.snapshot(), known.removals, known.gone
 
     def made(self, number: int, record: bytes, nodes: Sequence[NewNode]) -> None:
@@ -395,7 +395,7 @@ class SharedLog:
             before = self._known.get(number)
         known = self.look(number)
         with self._lock:
-            return known is before and known.pending == known.version and known.seen == (known.drops, known.removals)
+            return known is before and known.pending == known.version
 
     def known(self, number: int) -> Known:
         """What is known of a session, which is looked at where that is nothing yet."""

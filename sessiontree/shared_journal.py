@@ -21,7 +21,7 @@ from sessiontree.backends.shared import Backend, NewNode, NewSession, NodeRow
 from sessiontree.backends.shared_log import SharedLease, SharedLog, Snapshot
 from sessiontree.errors import CorruptTree, IncompatibleStore, SessionExists, UnknownSession
 from sessiontree.features import FeatureStore
-from sessiontree.journal import Columns, Journal, Overtaken, WriteLost
+from sessiontree.journal import Columns, Journal, Overtaken, SessionNodes, WriteLost
 from sessiontree.memory import HeldNodes
 from sessiontree.node import Namespace
 from sessiontree.tokens import PathCache
@@ -122,6 +122,12 @@ class SharedJournal(Journal):
         if not isinstance(record, kind) or record.session != number:
             raise CorruptTree(f"the record of {what}session {number} is that of something else", session=number)
         return record
+
+    def _nodes(self, columns: Columns, first: int, number: int, whose: str, drops: Sequence[int] = ()) -> SessionNodes:
+        nodes = super()._nodes(columns, first, number, whose, drops)
+        # A drop goes on naming what gc has removed, as long as anything stays that it hides: those ordinals do not come again.
+        nodes.resize(max(len(nodes), max(drops, default=0) + 1 - first))
+        return nodes
 
     def number_of(self, session_id: str) -> int | None:
         return self.backend.sessions.find(session_id)

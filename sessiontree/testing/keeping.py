@@ -187,6 +187,21 @@ class KeepingTests(Conformance):
             if stored_nodes is not None:
                 assert stored_nodes() == report.nodes_after
 
+    def test_what_comes_after_gc_is_none_of_what_went(self, home: Home) -> None:
+        """The newest nodes go, and of those that were dropped with them one stays for a fork's sake."""
+        session = home.session()
+        kept, newest = (session.append(session.root, [number]).id for number in range(2))
+        fork = home.store.fork(session, kept, home.name())
+        session.drop(kept, newest)
+        home.store.gc()
+        session = home.again(session)
+        later = [session.append(session.root, [number]).id for number in range(2, 5)]
+        for reader in home.twice(session):
+            assert [node.id for node in reader.tree] == [reader.root.id, *later]
+        home.store.gc()
+        assert [node.id for node in home.again(session).tree] == [session.root.id, *later]
+        assert [node.id for node in home.store.get(fork.id).tree] == [session.root.id, kept]
+
     def test_gc_takes_nothing_from_those_who_write(self, home: Home, make_store: Opener) -> None:
         """Another store collects all the time, where there can be two, while this one appends, forks, drops and moves heads."""
         collector = home.beside(make_store) if self.many_writers else home.store

@@ -525,7 +525,7 @@ def test_a_node_that_was_made_elsewhere_can_be_gone_on_from_by_its_id(at: Place)
         lambda node: mine.draft(node).abort(),
         lambda node: mine.truncate(node, 1),
         lambda node: mine.set_head("main", node),
-        lambda node: mine.pin(node),
+        mine.pin,
         lambda node: at.store.fork(mine, node, "fork"),
     )
     for number, call in enumerate(calls):

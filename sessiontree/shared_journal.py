@@ -170,15 +170,16 @@ class SharedJournal(Journal):
     # Writing
 
     def _number(self, above: int = 0) -> int:
-        """One that nobody was given before, above one that somebody was."""
-        with self._lock:
-            while self._drawn:
-                if (number := self._drawn.pop()) > above:
+        """One that nobody was given before. ``above``: one that somebody was."""
+        while True:
+            with self._lock:
+                fitting = [number for number in self._drawn if number > above]
+                if fitting:
+                    self._drawn.remove(number := min(fitting))
                     return number
-        drawn = self.backend.sessions.draw(_DRAWN)
-        with self._lock:
-            self._drawn = [*sorted(drawn, reverse=True), *self._drawn]
-            return self._drawn.pop()
+            drawn = self.backend.sessions.draw(_DRAWN)
+            with self._lock:
+                self._drawn += drawn
 
     def _check_tenant(self, namespace: Namespace, what: str) -> None:
         if self._tenant is not None and namespace.tenant != self._tenant:

@@ -149,10 +149,10 @@ class History:
             case "UnknownNode":
                 return any(drop.made < each.returned for drop in self._drops_about(each))
             case "KeyTaken":
-                key, parent = each.given["key"], each.given["parent"]
-                same = (other for other in self.done if other.kind in MAKING and other.may_have_been_done)
-                taken = (other for other in same if (other.session, other.given["key"]) == (each.session, key))
-                return any(other.made < each.returned and other.given["parent"] == parent for other in taken)
+                key, parent = each.given["key"], bytes.fromhex(each.given["parent"])
+                there = [of for of, node in self.nodes.items() if of[0] == each.session and node.key == key]
+                taken = (made for of in there if self.nodes[of].parent.id == parent for made in self.made[of])
+                return any(other.made < each.returned for other in taken)
             case "NodeHeld":
                 return each.kind in ("drop", "drop_session")
             case "Unsupported":  # a node of the path that a fork shares
@@ -177,7 +177,7 @@ class History:
                 given = each.given
                 what = given["name"], given.get("node"), _tuples(given.get("expected"))
                 calls[each.session].append(Call(each.made, each.returned, HEADS[each.kind], *what, each.result))
-        end = max((each.returned for each in self.done if each.returned != NEVER), default=0)
+        end = max((each.made if each.returned == NEVER else each.returned for each in self.done), default=0)
         for session_id in store.sessions():
             session = store.get(session_id)
             for name in NAMES:
@@ -244,7 +244,7 @@ class History:
             for (name, node), said in last.items():
                 if name == session_id:
                     may = {each.kind == "pin" for each in said} | ({False} if said[0].returned == NEVER else set())
-                    assert (node in pins) in may, said
+                    assert (node in pins) in may, f"{said[-1].kind} was acknowledged last: {said}"
             assert pins <= {node for name, node in last if name == session_id}
 
     def check_aliases(self, store: SessionStore) -> None:
@@ -252,10 +252,10 @@ class History:
         for alias in {each.given["alias"] for each in self.done if each.kind == "alias"}:
             said = [each for each in self.done if each.kind == "alias" and each.given["alias"] == alias]
             names = {each.result for each in said if each.was_done}
-            assert len(names) <= 1, said
+            assert len(names) <= 1, f"{alias!r} names {names}"
             if names:
-                assert {store.aliased_media(alias).hex()} == names
-                assert names <= {each.given["identity"] for each in said}
+                assert {store.aliased_media(alias).hex()} == names, f"{alias!r} does not name {names}"
+                assert names <= {each.given["identity"] for each in said}, f"nobody named {alias!r} {names}"
 
     def check_all(self, store: SessionStore) -> None:
         """Whether all of it agrees with a store that was connected after the end."""

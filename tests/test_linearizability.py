@@ -20,7 +20,7 @@ from sessiontree import Head, HeadMoved, KeyTaken, NameTaken, Node, Session, Ses
 from sessiontree.heads import UNSET
 from tests.disk import Disk
 from tests.disk_model import Stalled, fail, open_on
-from tests.linearizability import Call, NotLinearizable, Recorder, check
+from tests.linearizability import NEVER, Call, NotLinearizable, Recorder, check
 from tests.threads import in_threads
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
@@ -101,6 +101,42 @@ def test_a_history_without_one_is_not(name: str) -> None:
         check(WRONG[name])
     assert set(caught.value.stuck) <= set(WRONG[name])
     assert caught.value.stuck
+
+
+def begins(made: int, kind: Any, value: str | None = None, expected: Any = None) -> Call:
+    return Call(made, NEVER, kind, "a", value, expected)
+
+
+@pytest.mark.parametrize(
+    ("history", "done"),
+    [
+        ([begins(1, "set", "x"), reads(2, 3, ("x", 1))], 1),
+        ([begins(1, "set", "x"), reads(2, 3, None)], 0),
+        ([begins(1, "set", "x"), sets(2, 3, "y", 1), reads(4, 5, ("y", 1)), reads(6, 7, ("x", 2))], 1),
+        ([sets(1, 2, "x", 1), begins(3, "drop"), begins(4, "set", "y"), reads(5, 6, None), reads(7, 8, ("y", 3))], 2),
+        ([sets(1, 2, "x", 1), begins(3, "set", "y"), begins(3, "set", "z"), sets(5, 6, "x", 3), reads(7, 8, ("z", 4))], 2),
+        ([sets(1, 2, "x", 1), begins(3, "cas", "y", ("x", 1)), begins(3, "cas", "z", ("x", 1)), reads(5, 6, ("z", 2))], 1),
+    ],
+)
+def test_what_never_returned_may_have_been_done_once_or_not(history: list[Call], done: int) -> None:
+    order = check(history)
+    assert sum(call.returned == NEVER for call in order) == done
+    assert {call for call in history if call.returned != NEVER} <= set(order)
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [reads(1, 2, ("x", 1)), begins(3, "set", "x")],  # not before it was made
+        [begins(1, "set", "x"), reads(2, 3, ("x", 1)), sets(4, 5, "y", 2), reads(6, 7, ("x", 3))],  # not twice
+        [sets(1, 2, "x", 1), begins(3, "cas", "z", ("w", 1)), reads(4, 5, ("z", 2))],
+        [begins(1, "set", "x"), sets(2, 3, "y", 3)],  # not to make room for more than itself
+        [begins(1, "drop"), sets(2, 3, "y", 2)],
+    ],
+)
+def test_nor_does_it_explain_more_than_that(history: list[Call]) -> None:
+    with pytest.raises(NotLinearizable):
+        check(history)
 
 
 def test_a_history_of_one_thread_cut_into_overlaps_is_accepted_and_a_changed_one_is_not() -> None:

@@ -21,7 +21,8 @@ import sqlite_backend
 
 from sessiontree import CorruptTree, Head, SessionStore
 from sessiontree.backends.shared import Backend, Change, Sessions
-from tests.client_histories import History, Operation, operations
+from tests.client_histories import MAKING, History, Operation, operations
+from tests.linearizability import NEVER
 from tests.postgres_clients import ROOTS, Client, rules
 from tests.postgres_server import ROOT, Server
 from tests.threads import in_threads
@@ -119,7 +120,10 @@ def in_one_process(directory: Path, wrap: Wrap, client: type[Client] = Client, s
     """Clients, each a thread with a store of its own over one file: what they said, and a store to look at the end."""
 
     def store(wrapped: Wrap) -> SessionStore:
-        return SessionStore.connect(wrapped(sqlite_backend.connect(str(directory / "store"))))
+        backend: Any = sqlite_backend.connect(str(directory / "store"))
+        for _, connection in backend.sessions.db.connections.values():
+            connection.execute("PRAGMA synchronous = OFF")  # nothing here is about the disk
+        return SessionStore.connect(wrapped(backend))
 
     with store(lambda backend: backend) as first:
         for name in ROOTS:
@@ -223,3 +227,37 @@ def _with(broken: Any) -> tuple[Wrap, type[Client]]:
     if issubclass(broken, Client):
         return lambda backend: backend, broken
     return lambda backend: backend._replace(sessions=broken(backend.sessions)), Client
+
+
+def changed(done: Sequence[Operation], which: Callable[[Operation], bool], **fields: Any) -> list[Operation]:
+    """The same but for the last operation of a kind."""
+    at = max(number for number, each in enumerate(done) if which(each))
+    return [*done[:at], done[at]._replace(**fields), *done[at + 1 :]]
+
+
+def test_a_history_that_is_not_of_what_is_there_is_told_apart(tmp_path: Path) -> None:
+    history, store = in_one_process(tmp_path, lambda backend: backend)
+    done = history.done
+    end = max(each.returned for each in done) + 1
+
+    def and_then(kind: str, session: str, **given: Any) -> list[Operation]:
+        return [*done, Operation("x", end, end + 1, kind, {"session": session, **given})]
+
+    turn = {"parent": store.get("a").root.id.hex(), "tokens": [77, 77], "image": None, "key": None}
+    name, pin = next((name, pin.hex()) for name in store.sessions() for pin in store.get(name).pins)
+    leaves = {leaf.id.hex() for leaf in store.get("a").leaves() if leaf.origin == "generated"}
+    with store:
+        wrong: dict[str, tuple[list[Operation], str]] = {
+            "was acknowledged": (and_then("append", "a", **turn), "check_nodes"),
+            "nobody made": (changed(done, lambda each: each.result in leaves, error="KeyTaken"), "check_nodes"),
+            "refused for nothing": (changed(done, lambda each: each.kind in MAKING, error="UnknownSession"), "check_kinds"),
+            "unpin": (and_then("unpin", name, node=pin), "check_pins"),
+            "alias .* name": (changed(done, lambda each: each.kind == "alias" and each.was_done, result="00"), "check_aliases"),
+        }
+        for said, (told, check) in wrong.items():
+            with pytest.raises(AssertionError, match=said):
+                getattr(History(told), check)(*([] if check == "check_kinds" else [store]))
+        # What nobody knows the end of may have been done.
+        for kind in ("set", "generate", "cas", "append", "pin"):
+            unknown = changed(done, lambda each: each.kind == kind and each.was_done, returned=NEVER, result=None)  # noqa: B023
+            History(unknown).check_all(store)

@@ -550,3 +550,13 @@ def test_what_a_look_brings_before_its_writer_is_told_is_there_once(at: Place) -
     with at.fresh() as fresh:
         assert outline(fresh.get("s")) == outline(mine)
     assert list(mine.descendants(mine.root)) == [one, three]
+
+
+def test_a_fork_of_a_session_that_is_younger_than_its_maker_can_be_read(at: Place) -> None:
+    """Each process draws some numbers ahead; a fork has a higher one than what it was made from, whoever makes it."""
+    at.store.create("early", scheme="text@hf5")
+    young = at.rival.create("young", scheme="text@hf5")
+    node = young.append(young.root, [1])
+    at.store.fork(at.store.get("young"), node.id, "fork").append(node.id, [2])
+    with at.fresh() as fresh:
+        assert [each.token_ids.tolist() for each in fresh.get("fork").leaves()[0].path()] == [[], [1], [2]]

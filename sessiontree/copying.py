@@ -110,9 +110,9 @@ def copy_sessions(
     looked at, and how many there are on both sides. What has returned is durable.
 
     Raises SessionDiffers for another root or limits, nodes, heads or pins that the source has not, or a head that was moved there;
-    KeyTaken for an alias that names other media there; UnknownSession; CorruptTree for a source that was opened damaged, or a node
-    that cannot be read; Unsupported for a bundle that holds other sessions too; and what writing raises. Killed or refused half-way
-    it has added whole nodes under their parents: do it again, and it goes on.
+    KeyTaken for an alias that names other media there; IncompatibleStore for another tenant's session; UnknownSession; CorruptTree
+    for a source that was opened damaged, or a node that cannot be read; Unsupported for a bundle that holds other sessions too; and
+    what writing raises. Killed or refused half-way it has added whole nodes under their parents: do it again, and it goes on.
     """
     if isinstance(sessions, (str, bytes)):
         raise TypeError(f"sessions are a list of ids, not {type(sessions).__name__}")
@@ -383,6 +383,8 @@ class _Copy:
         target = self._target
         if target._journal is not None:
             target._journal.check_writable()
+            for snapshot in self._snapshots:
+                target._journal.check_tenant(snapshot.tree.root.namespace, f"session {snapshot.session_id!r}")
         aliases = _aliases(self._source, self._snapshots)
         for (scope, alias), identity in aliases.items():
             self._check_alias(scope, alias, identity)

@@ -611,6 +611,9 @@ class Journal:
         """Whether the session in hand has all there is by now; whoever calls it holds that session's lock."""
         return False
 
+    def check_tenant(self, namespace: Namespace, what: str) -> None:
+        """Raises IncompatibleStore where this is a store of one tenant, and ``what`` is another's."""
+
     def view(self, number: int) -> tuple[SessionTree, dict[bytes, int]]:
         """As :meth:`tree`, for somebody who only looks."""
         return self.tree(number)

@@ -181,15 +181,15 @@ class SharedJournal(Journal):
             with self._lock:
                 self._drawn += drawn
 
-    def _check_tenant(self, namespace: Namespace, what: str) -> None:
+    def check_tenant(self, namespace: Namespace, what: str) -> None:
         if self._tenant is not None and namespace.tenant != self._tenant:
-            said = f"{what} is of tenant {namespace.tenant!r}, and this store of {self._tenant!r}"
+            said = f"{what} has tenant {namespace.tenant!r} in its namespace; this store holds those of {self._tenant!r} alone"
             raise IncompatibleStore(said, expected=self._tenant, found=namespace.tenant)
 
     def create(self, session_id: str, tree: SessionTree, tip: tuple[int, int] | None, drops: Any = 0) -> tuple[int, int, int]:
         self.check_writable()
         root = tree.root
-        self._check_tenant(root.namespace, f"session {session_id!r}")
+        self.check_tenant(root.namespace, f"session {session_id!r}")
         rules = root.scheme
         constants = (rules.name, tuple(sorted(rules.params.items())), root.namespace, root.model_fingerprint)
         if tip is not None:
@@ -266,7 +266,7 @@ class SharedJournal(Journal):
 
     def alias(self, namespace: Namespace, alias: str, identity: bytes | None) -> bytes | None:
         self.check_writable()
-        self._check_tenant(namespace, f"alias {alias!r}")
+        self.check_tenant(namespace, f"alias {alias!r}")
         name = _ALIAS + codec.alias_digest(namespace, alias)
         record = None if identity is None else codec.encode(codec.AliasRecord(namespace, alias, identity))
         while True:

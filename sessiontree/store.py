@@ -209,6 +209,8 @@ class SessionStore:
             draft_ttl=draft_ttl,
             memory_bytes=memory_bytes,
         )
+        if isinstance(path, str) and path.startswith(("postgresql://", "postgres://")):
+            raise Unsupported("open() takes a directory; a URL is for connect()")
         path = os.path.abspath(path)
         store._journal = Journal.open(
             path, store._features, store._paths, store._nodes, durability=durability, read_only=read_only, strict=strict
@@ -251,9 +253,14 @@ class SessionStore:
         them; those of a turn that is about to be committed somewhere are younger. ``cache_bytes``: of records of nodes, kept in
         memory once they were read or written. The rest as for :meth:`open`.
 
-        Raises StoreFailed where the server cannot be reached, IncompatibleStore for a schema of another version, Unsupported where
-        psycopg is missing (``pip install sessiontree[postgres]``).
+        A :class:`~sessiontree.backends.shared.Backend` has nodes and blobs of its own, so ``replica`` and ``blobs`` are for URLs.
+        For a ``tenant`` it must have been connected to for that tenant as well. It is closed with the store.
+
+        Raises StoreFailed where the server cannot be reached for half a minute, IncompatibleStore for a schema of another version,
+        Unsupported where psycopg is missing (``pip install sessiontree[postgres]``).
         """
+        if tenant is not None:
+            tenant = checked_text(tenant, "tenant")
         store = cls(
             feature_bytes=feature_bytes,
             path_cache_bytes=path_cache_bytes,
@@ -263,6 +270,10 @@ class SessionStore:
         )
         if isinstance(where, str):
             backend = backend_at(where, tenant=tenant, replica=replica, blobs=blobs, read_only=read_only)
+        elif not isinstance(where, Backend):
+            raise TypeError(f"a store is connected to by a URL or a Backend, not {type(where).__name__}")
+        elif replica is not None or blobs not in (None, "database"):
+            raise Unsupported(f"replica and blobs are said of a URL; what {where.where} is made of stands in its Backend")
         else:
             backend = where
         try:
@@ -509,7 +520,8 @@ class SessionStore:
         if found is None:
             lost = self.damaged_sessions if self.damaged else ()
             beside = f"; the ids of sessions {', '.join(map(str, lost))} are lost to damage" if lost else ""
-            raise UnknownSession(f"no open session {session_id!r}{beside}", session_id=session_id)
+            what = "open session" if self._journal is None else "session"
+            raise UnknownSession(f"no {what} {session_id!r}{beside}", session_id=session_id)
         return found
 
     def sessions(self) -> tuple[str, ...]:
@@ -1058,8 +1070,8 @@ def _check_expected(session: Session, scheme: PositionScheme | str | None, model
 def backend_at(url: str, *, tenant: str | None, replica: str | None, blobs: str | None, read_only: bool) -> Backend:
     """The backend of a URL. Raises Unsupported."""
     if not url.startswith(("postgresql://", "postgres://")):
-        shown = url.rsplit("@", maxsplit=1)[-1]
-        raise Unsupported(f"a store is connected to by a postgresql:// URL or a Backend, not {shown!r}")
+        shown = f"{url.partition('://')[0]}://..." if "://" in url else repr(url)  # there may be a password
+        raise Unsupported(f"a store is connected to by a postgresql:// URL or a Backend, not {shown}; a directory is for open()")
     try:
         postgres: Any = import_module("sessiontree.backends.postgres")
     except ImportError as error:

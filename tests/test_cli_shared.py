@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import sqlite_backend
 
-from sessiontree import SessionStore, UnknownSession, codec, store
+from sessiontree import SessionStore, UnknownSession, Unsupported, codec, store
 from sessiontree.backends.sealed import seal, unseal
 from sessiontree.backends.shared import Backend
 from sessiontree.cli import source
@@ -215,10 +215,42 @@ def test_a_copy_to_a_tenant(file: Path, tmp_path: Path) -> None:
         copy_sessions(original, log)
     assert json_of("--tenant", "acme", "copy", tmp_path / "log", SQLITE, "chat", "zeta")["ok"]
     assert run("--tenant", "acme", "copy", tmp_path / "log", SQLITE, "empty").exit_code == 6, "it is another's"
+    assert run("--tenant", "t", "copy", tmp_path / "log", SQLITE).exit_code == 6
+    assert "damage" not in run("--tenant", "t", "copy", tmp_path / "log", SQLITE).stderr
     assert [each["id"] for each in json_of("--tenant", "acme", "ls", SQLITE)["sessions"]] == ["chat", "zeta"]
     assert json_of("--tenant", "t", "ls", SQLITE)["sessions"] == []
     assert json_of("--tenant", "acme", "copy", SQLITE, tmp_path / "b.bundle")["features"] == 4
     assert json_of("--tenant", "acme", "fsck", SQLITE)["ok"]
+
+
+def test_of_many_a_copy_to_a_tenant_brings_none_where_one_is_anothers(file: Path, tmp_path: Path) -> None:
+    with chats() as original, SessionStore.open(tmp_path / "log") as log:
+        copy_sessions(original, log)
+    assert run("--tenant", "acme", "copy", tmp_path / "log", SQLITE, "chat", "empty").exit_code == 6
+    assert json_of("--tenant", "acme", "ls", SQLITE)["sessions"] == []
+
+
+@pytest.mark.parametrize("command", [["ls"], ["gc"], ["fsck"], ["stats"], ["pin", "x"], ["drop", "x"], ["export", "x.bundle"]])
+def test_a_database_without_a_store_gets_none_by_looking(command: list[str], postgres_url: str) -> None:
+    name, *more = command
+    ended = run(name, postgres_url, *more)
+    assert ended.exit_code == 3 and "holds no store" in ended.stderr
+    assert run("ls", postgres_url).exit_code == 3, "nor by that"
+
+
+def test_a_url_of_something_else_is_not_shown(tmp_path: Path) -> None:
+    url = f"mysql://somebody:{PASSWORD}@nowhere/shared"
+    for arguments in (["ls", url], ["copy", url, tmp_path], ["gc", url], ["import", url, "x.bundle"], ["fsck", url]):
+        ended = run(*arguments)
+        assert ended.exit_code == 3 and PASSWORD not in ended.stderr and "postgresql://" in ended.stderr
+    with pytest.raises(Unsupported, match="not mysql") as caught:
+        SessionStore.connect(url)
+    assert PASSWORD not in str(caught.value)
+
+
+def test_options_of_all_commands_stand_before_them() -> None:
+    ended = run("ls", SQLITE, "--tenant", "acme")
+    assert ended.exit_code == 2 and "it stands before the command" in ended.stderr
 
 
 __all__ = ["killing"]  # the fixture

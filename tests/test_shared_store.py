@@ -695,3 +695,27 @@ def test_the_cache_holds_what_its_budget_allows() -> None:
     assert cache.get_all([places[8], places[3]]) == [bytes(200), None]
     cache.put_all([(places[12], bytes(200))])
     assert held() == [8, 12], "that which was asked for last stays"
+
+
+def test_a_store_closes_its_backend_once(tmp_path: Path) -> None:
+    closed = []
+    backend = sqlite_backend.connect(str(tmp_path / "chats.db"))
+    at = SessionStore.connect(backend._replace(close=lambda: closed.append(backend.close())))
+    for _ in range(2):
+        at.close()
+    assert closed == [None]
+
+
+def test_what_is_no_place_to_connect_to(tmp_path: Path) -> None:
+    backend = sqlite_backend.connect(str(tmp_path / "chats.db"))
+    for where in (tmp_path, None, 5):
+        with pytest.raises(TypeError, match="a URL or a Backend"):
+            SessionStore.connect(where)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="tenant is text"):
+        SessionStore.connect(backend, tenant=5)  # type: ignore[arg-type]
+    for options in ({"replica": "postgresql://there"}, {"blobs": "s3://bucket/prefix"}):
+        with pytest.raises(Unsupported, match="said of a URL"):
+            SessionStore.connect(backend, **options)  # type: ignore[arg-type]
+    with pytest.raises(Unsupported, match=r"connect\(\)"):
+        SessionStore.open("postgresql://me@db/chats")
+    backend.close()

@@ -115,7 +115,7 @@ class BlobFeatures:
 
     def _check_writable(self) -> None:
         if self._read_only:
-            raise Unsupported(f"the store of the features in {self._prefix} was opened to be read")
+            raise Unsupported("the store of these features was opened to be read")
 
     def _blob(self, name: str, number: int | str) -> str:
         return f"{self._prefix}{name}/{number}"

@@ -46,7 +46,7 @@ class BucketBlobs:
         except ImportError as error:
             raise NeedsExtra("blobs in a bucket need obstore: pip install 'sessiontree[s3]'", extra="s3") from error
         if not url.startswith(("s3://", "memory://")):
-            raise Unsupported(f"blobs lie in s3://bucket/prefix, not in {url!r}")
+            raise Unsupported(f"blobs lie in 'database' or s3://bucket/prefix, or nowhere (None), not in {url!r}")
         if url.startswith("s3://"):
             endpoint = options.get("endpoint") or next((os.environ[each] for each in _ENDPOINTS if os.environ.get(each)), "")
             client = {"connect_timeout": "5s", "timeout": "120s", "allow_http": endpoint.startswith("http://")}

@@ -203,8 +203,9 @@ class Server:
                         version = _make_tables(line)
                 if version == VERSION:
                     return
-                found = "holds no store" if version is None else f"holds tables of version {version}"
-                raise IncompatibleStore(f"{self.where} {found}; this library knows version {VERSION}")
+                if version is None:
+                    raise IncompatibleStore(f"{self.where} holds no store; whoever writes to it first makes one", found=None)
+                raise IncompatibleStore(f"{self.where} holds tables of version {version}; this library knows version {VERSION}")
             except psycopg.Error as error:
                 failure = error
                 if not self.may_pass(error):
@@ -247,7 +248,7 @@ def _make_tables(line: Line) -> int | None:
 def _described(url: str) -> tuple[str, dict[str, Any]]:
     """What to call a database, without its password, and what its URL says. Raises StoreFailed."""
     if not url.startswith(("postgresql://", "postgres://")):
-        raise StoreFailed("a store in PostgreSQL is named by a URL that begins with postgresql://")
+        raise StoreFailed("a store in PostgreSQL, and a replica of it, is named by a URL that begins with postgresql://")
     try:
         given = conninfo_to_dict(url)
     except psycopg.Error:

@@ -180,7 +180,10 @@ class Blobs(Protocol):
 
 
 class Backend(NamedTuple):
-    """All of a place. ``where``: what messages call it. ``blobs``: None where features of media are not kept."""
+    """All of a place. ``where``: what messages call it. ``blobs``: None where features of media are not kept.
+
+    ``close``: called once. Where it was connected to for one tenant, so is the store over it.
+    """
 
     where: str
     sessions: Sessions

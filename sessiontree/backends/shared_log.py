@@ -493,8 +493,9 @@ class SharedLog:
                 self.flush()
         finally:
             with self._lock:
-                self._closed = True
-            self.backend.close()
+                first, self._closed = not self._closed, True
+            if first:
+                self.backend.close()
 
 
 def _merged(writes: Sequence[_Write]) -> list[Change]:

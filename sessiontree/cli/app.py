@@ -30,6 +30,8 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except _UsageError as error:
             error.message = without_passwords(error.message)
+            if getattr(error, "option_name", None) in ("--tenant", "--blobs"):
+                error.message += f"; it stands before the command, as in sessiontree {error.option_name} ... ls"
             if wants_json:
                 write_json({"error": {"type": "Usage", "message": error.format_message()}})
             raise

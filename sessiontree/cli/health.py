@@ -251,7 +251,7 @@ def _node_named(store: SessionStore, place: str) -> Place:
     """A place where a node is named. Raises Usage."""
     session, node = find_place(store, place)
     if node is None:
-        raise Usage(f"{place!r} is a session; which node of it?")
+        raise Usage(f"{place!r} is a session; which node of it? SESSION/NODE names one, and `drop --session` takes all of it")
     return Place(session, node)
 
 

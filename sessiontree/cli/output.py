@@ -124,7 +124,7 @@ def _check_text(text: str) -> None:
 
 def _failed(error: SessionTreeError | OSError, options: Mapping[str, Any]) -> Code:
     code = next(code for kind, code in _CODES if isinstance(error, kind))
-    if not getattr(error, "candidates", ()) and (remedies := tuple(_remedies(code, options))):
+    if not getattr(error, "candidates", ()) and (remedies := tuple(_remedies(error, code, options))):
         error.candidates = remedies  # type: ignore[union-attr]
     if options.get("as_json") and not getattr(error, "told", False):
         write_json({"error": _error(error)})
@@ -135,8 +135,8 @@ def _failed(error: SessionTreeError | OSError, options: Mapping[str, Any]) -> Co
     return code
 
 
-def _remedies(code: Code, options: Mapping[str, Any]) -> Iterator[str]:
-    """What may be done where damage is in the way."""
+def _remedies(error: Exception, code: Code, options: Mapping[str, Any]) -> Iterator[str]:
+    """What may be done where damage is in the way, or may be."""
     path = options.get("store")
     if path is None or not os.path.isdir(os.path.join(path, "segments")):
         return
@@ -145,7 +145,7 @@ def _remedies(code: Code, options: Mapping[str, Any]) -> Iterator[str]:
         yield f"`sessiontree fsck {path}` names the damage, and can save the rest to a new store."
         if options.get("lenient") is False:
             yield "With --lenient what is sound can be looked at."
-    elif code == Code.INCOMPATIBLE:
+    elif code == Code.INCOMPATIBLE and "expected" not in vars(error):  # else it is sound, and of another kind than was wanted
         yield f"`sessiontree fsck {path}` tells whether that is damage."
 
 

@@ -69,9 +69,13 @@ def each_session(store: Any, lenient: bool) -> Iterator[tuple[str, Session | Cor
 def writing(where: str, make: bool = False) -> Iterator[SessionStore]:
     """A store to change. ``make``: it may be a new one. Raises NoStore, StoreLocked and what opening raises."""
     if is_url(where):
+        if not make:
+            with backend(where):  # a mistyped name gets no tables
+                pass
         with connected(where) as found:
             yield found
         return
+    _check_url(where)
     if os.path.isfile(where):
         raise Usage(f"{where} is a file; a bundle is never changed, import it into a store")
     if not make:
@@ -101,14 +105,27 @@ def say_of_shared(tenant: str | None, blobs: str) -> None:
 
 
 def connected(url: str, *, read_only: bool = False) -> SessionStore:
-    """The store at a URL. Raises what connecting raises."""
-    return SessionStore.connect(url, read_only=read_only, **shared.options)
+    """The store at a URL. Raises NoStore, and what connecting raises."""
+    with _looked_for():
+        return SessionStore.connect(url, read_only=read_only, **shared.options)
+
+
+@contextmanager
+def _looked_for() -> Iterator[None]:
+    """Where a database is found and no store in it, that is NoStore."""
+    try:
+        yield
+    except IncompatibleStore as error:
+        if vars(error).get("found", error) is None:
+            raise NoStore(str(error)) from error
+        raise
 
 
 @contextmanager
 def backend(url: str) -> Iterator[Backend]:
     """What a store at a URL lies in, to look at. Raises the same."""
-    found = backend_at(url, replica=None, read_only=True, **shared.options)
+    with _looked_for():
+        found = backend_at(url, replica=None, read_only=True, **shared.options)
     try:
         yield found
     finally:
@@ -127,8 +144,16 @@ def write_losses(store: Any) -> None:
         write(styled(f"✗ {what}", fg="red"))
 
 
+def _check_url(where: str) -> None:
+    """Raises NoStore for a URL that no store has. It may hold a password, and is not shown."""
+    kind, mark, _ = where.partition("://")
+    if mark and kind.isalnum():
+        raise NoStore(f"no store is at a {kind}:// URL; those of PostgreSQL begin with postgresql://")
+
+
 def check_store(where: str) -> None:
     """Raises NoStore where nobody ever wrote a store's directory."""
+    _check_url(where)
     path = Path(where)
     if not path.exists():
         raise NoStore(f"there is nothing at {path}")

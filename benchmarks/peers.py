@@ -138,7 +138,7 @@ def agents_turns(folder: Path) -> tuple[float, int, float, int] | None:
 
 @attrs.frozen
 class PostgresRun:
-    """1,000 turns, then 100 forks of the last with a turn each: medians of a turn about the 10th and of the last ten, and of a fork."""
+    """1,000 turns, then 100 forks of the last with a turn each. Medians: of turns 5 to 14, of the last ten, and of a fork."""
 
     early_ms: float
     late_ms: float

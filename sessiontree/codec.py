@@ -102,7 +102,7 @@ class NodeRecord(NamedTuple):
     @property
     def turn(self) -> Turn:
         """What the node is made of, nothing of it checked."""
-        return Turn(*self[3:-1])
+        return _as_turn(self[3:-1])
 
 
 class HeadRecord(NamedTuple):
@@ -643,6 +643,7 @@ def _state(value: Any, count: int) -> PositionState:
 _PLAIN_STATE: Final = (int, int, int, tuple, tuple)
 _NOTHING: Final = ((), ())
 _as_state = partial(tuple.__new__, PositionState)  # as PositionState(*value), without a Python call
+_as_turn = partial(tuple.__new__, Turn)
 _as_record = partial(tuple.__new__, NodeRecord)
 _as_entry = partial(tuple.__new__, Entry)
 
@@ -997,7 +998,8 @@ def check_positions(record: NodeRecord, parent_stop: int, scheme: PositionScheme
         num_tokens, after, top, _, carried = state
         if num_tokens != parent_stop + count:
             _wrong(f"{_node(record)} has a state of {num_tokens} tokens and ends after {parent_stop + count}")
-        check_runs(runs, count, scheme.num_axes)
+        if runs.__class__ is not int:  # which goes on any axes
+            check_runs(runs, count, scheme.num_axes)
         if type(after) is not kind or type(top) is not kind:
             _wrong(f"{_node(record)}: positions of {scheme.name} are no such numbers")
         if len(carried) not in scheme.carries:

@@ -14,6 +14,7 @@ import itertools
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
@@ -245,7 +246,6 @@ class SessionNodes:
         self._places = places
         self.missing = int(np.count_nonzero(places == MISSING))
         self.lenient = bool(log.damaged)
-        self._ahead: dict[int, bytes] = {}  # records by ordinal, until they are asked for
         self._asked = 0
         self._by_id: tuple[NDArray[np.uint64], NDArray[np.int64]] | None = None
         self._by_parent: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
@@ -279,32 +279,33 @@ class SessionNodes:
         mine, others = self._columns.ids(self._places[here]), other._columns.ids(other._places[here])
         return np.array_equal(mine, others)
 
-    def read(self, ordinal: int, parent: Node) -> Stored:
-        return self._read(ordinal, parent.id, parent.stop, parent.scheme)
+    def read_path(self, ordinals: Sequence[int], parent: Node) -> Iterator[Stored]:
+        return self._read(ordinals, parent.id, parent.stop, parent.scheme)
 
     def read_alone(self, ordinal: int, parent_id: bytes, rules: PositionScheme) -> Stored:
-        return self._read(ordinal, parent_id, None, rules)
+        return next(self._read([ordinal], parent_id, None, rules))
 
-    def _read(self, ordinal: int, parent_id: bytes, start: int | None, rules: PositionScheme) -> Stored:
-        known = self._columns.entries[self._place(ordinal)]
-        try:
-            record = codec.decode(self._ahead.pop(ordinal, b"") or self._log.read(known))
-            _, session, _, above, node_id, *_ = known.item()
-            what = session, ordinal, above, node_id
-            if not isinstance(record, codec.NodeRecord) or (record.session, record.ordinal, record.parent, record.id) != what:
-                raise CorruptTree("its record is that of another")
-            codec.check_digest(record, parent_id)
-            begins = record.state.num_tokens - len(record.data) // TOKEN_BYTES if start is None else start
-            codec.check_positions(record, begins, rules)
-        except CorruptTree as error:
-            raise self._named(error, ordinal, known) from error
-        return Stored(record.turn, record.details)
+    def _read(self, ordinals: Sequence[int], parent_id: bytes, start: int | None, rules: PositionScheme) -> Iterator[Stored]:
+        """The nodes of a path below the node of ``parent_id``, which ends at ``start``; None: where the first says it begins."""
+        rows = self._columns.entries[[self._place(ordinal) for ordinal in ordinals]]
+        records = self._log.read_all(rows) if self._log.costly else map(self._log.read, rows)
+        known = zip(rows["session"].tolist(), ordinals, rows["parent"].tolist(), rows["id"].tolist(), strict=True)
+        for at, where in enumerate(known):
+            try:
+                record = codec.decode(next(records))
+                if not isinstance(record, codec.NodeRecord) or record[:4] != where:
+                    raise CorruptTree("its record is that of another")
+                codec.check_digest(record, parent_id)
+                parent_id, stop = record.id, record.state.num_tokens
+                codec.check_positions(record, stop - len(record.data) // TOKEN_BYTES if start is None else start, rules)
+                start = stop
+            except CorruptTree as error:
+                raise self._named(error, where[1], rows[at]) from error
+            yield Stored(record.turn, record.details)
 
     def read_ahead(self, ordinals: Sequence[int]) -> None:
-        self._ahead.clear()
         if self._log.costly and len(ordinals) > 1:
-            rows = self._columns.entries[[self._place(ordinal) for ordinal in ordinals]]
-            self._ahead.update(zip(ordinals, self._log.read_all(rows), strict=True))
+            deque(self._log.read_all(self._columns.entries[[self._place(ordinal) for ordinal in ordinals]]), maxlen=0)
 
     def raw(self, ordinal: int) -> bytes:
         known = self._columns.entries[self._place(ordinal)]

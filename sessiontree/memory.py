@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Sequence
 from sys import getrefcount, getsizeof
 from types import FunctionType, ModuleType
 from typing import Any, Final
@@ -64,8 +63,8 @@ def node_bytes(node: Node) -> int:
     """What a node takes without its tokens."""
     up, state, details, key = node._up, node.state, node._details, node.key
     total = getsizeof(node) + getsizeof(up) + getsizeof(node.id) + getsizeof(state)
-    numbers = {id(number): number for number in (node.stop, up.depth, state.next_position, state.max_position)}
-    total += INT_BYTES * sum(number > _SMALL for number in numbers.values())
+    numbers = node.stop, up.depth, state.next_position, state.max_position
+    total += INT_BYTES * len({id(number) for number in numbers if number > _SMALL})
     if up.block is not None:
         total += getsizeof(up.block)
     if key is not None:
@@ -171,23 +170,15 @@ class HeldNodes:
         self._dead: deque[_Entry] = deque()
         self._died = self._dead.append
 
-    def count(self, node: Node) -> None:
-        """Count a node from now on; one that is counted already may have grown its tokens."""
-        extent = node._extent
-        with self._lock:
-            self._bury()
-            if not self._counts(node):
-                self._enter(node, node_bytes(node) + _LOADED_BYTES)
-            self._enter(extent, extent_bytes(extent))
-
-    def count_all(self, nodes: Sequence[Node]) -> None:
-        """The same of many, at once."""
+    def count(self, *nodes: Node) -> None:
+        """Count nodes from now on; those that are counted already may have grown their tokens."""
+        extents = {id(node._extent): node._extent for node in nodes}
         with self._lock:
             self._bury()
             for node in nodes:
                 if not self._counts(node):
                     self._enter(node, node_bytes(node) + _LOADED_BYTES)
-            for extent in {id(node._extent): node._extent for node in nodes}.values():
+            for extent in extents.values():
                 self._enter(extent, extent_bytes(extent))
 
     def count_path(self, tip: Node) -> None:

@@ -32,6 +32,7 @@ from sessiontree.tokens import TOKEN_BYTES, Extent, token_array
 from sessiontree.turns import Turn
 
 _AHEAD: Final = 4096  # nodes of a path that are read together
+_TOGETHER_BYTES: Final = 16 * 2**20  # of their tokens that are gathered before nodes are made of them
 _RECENT: Final = 4  # nodes that are kept, with their paths, although nobody holds them
 
 
@@ -109,14 +110,17 @@ class NodeSource(Protocol):
 
     def has(self, ordinal: int) -> bool: ...
 
-    def read(self, ordinal: int, parent: Node) -> Stored:
-        """Its record, checked to be that of a child of ``parent``. Raises CorruptTree."""
+    def read_path(self, ordinals: Sequence[int], parent: Node) -> Iterator[Stored]:
+        """The nodes of a path below ``parent``, each checked to be a child of the one before. Raises CorruptTree.
+
+        Where each costs a call of another machine, they are asked for together.
+        """
 
     def read_alone(self, ordinal: int, parent_id: bytes, rules: PositionScheme) -> Stored:
-        """The same without its parent, of which only the id is known: it starts where it says itself. Raises CorruptTree."""
+        """One without its parent, of which only the id is known: it starts where it says itself. Raises CorruptTree."""
 
     def read_ahead(self, ordinals: Sequence[int]) -> None:
-        """These are read next, in order: where each costs a call of another machine, they are asked for together."""
+        """These are read next: where each costs a call of another machine, they are asked for together."""
 
     def raw(self, ordinal: int) -> bytes:
         """Its record as it lies there, its checksum checked and nothing else. Raises CorruptTree."""
@@ -320,27 +324,36 @@ class StoredIndex(NodeIndex):
         missing.reverse()
         for start in range(0, len(missing), _AHEAD):
             batch = missing[start : start + _AHEAD]
-            self.source.read_ahead(batch)
-            made: list[Node] = []  # which holds them until they are counted
-            try:
-                for at in batch:
-                    node = self._made(node, at)
-                    self._known[at] = node
-                    made.append(node)
-            finally:
-                self._held.count_all(made)
+            made, stored, nbytes = start, list[Stored](), 0
+            for each in self.source.read_path(batch, node):
+                stored.append(each)
+                nbytes += len(each.turn.data)
+                if nbytes > _TOGETHER_BYTES or made + len(stored) == start + len(batch):
+                    node = self._made(node, missing[made : made + len(stored)], stored)
+                    made, stored, nbytes = made + len(stored), [], 0
         return node
 
-    def _made(self, parent: Node, ordinal: int) -> Node:
-        turn, details = self.source.read(ordinal, parent)
-        identity, data, media, origin, role, key, runs, state, replayed = turn
+    def _made(self, parent: Node, ordinals: Sequence[int], stored: Sequence[Stored]) -> Node:
+        """Make the nodes of a path below ``parent``: its last. Their tokens are written at once, as what grows is copied."""
         extent = parent._extent
+        data = b"".join([each.turn.data for each in stored])
         if data:
             if extent.writer is self.writer and extent.end == parent.stop:
                 extent.append(data)
             else:
                 extent = Extent(self.writer, extent, parent.stop, data, extent.paths)
-        return make_child(parent, identity, state.num_tokens, media, origin, role, key, runs, state, replayed, details, extent)
+        made: list[Node] = []  # which holds them until they are counted
+        node = parent
+        try:
+            for ordinal, (turn, details) in zip(ordinals, stored, strict=True):
+                identity, _, media, origin, role, key, runs, state, replayed = turn
+                stop = state.num_tokens
+                node = make_child(node, identity, stop, media, origin, role, key, runs, state, replayed, details, extent)
+                self._known[ordinal] = node
+                made.append(node)
+        finally:
+            self._held.count(*made)
+        return node
 
 
 class StoredHead(NamedTuple):

@@ -92,7 +92,7 @@ def test_d29_nobody_reads_history_under_the_lock(where: str, monkeypatch: pytest
         session, middle = a_session(store, 300)
         tip = max(session.tree, key=lambda node: node.depth)
         read: list[str] = []
-        for owner, names in ((Extent, ("read", "view", "read_bytes")), (SessionNodes, ("read", "raw")), (Node, ("path",))):
+        for owner, names in ((Extent, ("read", "view", "read_bytes")), (SessionNodes, ("_read", "raw")), (Node, ("path",))):
             for name in names:
                 real = getattr(owner, name)
 

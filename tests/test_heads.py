@@ -7,7 +7,7 @@ import gc
 import pickle
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,13 @@ def a_chain(store: SessionStore, depth: int = DEPTH) -> Session:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The ordinals of the nodes that were read from the disk."""
-    read, ordinals = SessionNodes.read, []
+    read, ordinals = SessionNodes.read_path, list[int]()
 
-    def counted(self: SessionNodes, ordinal: int, parent: Node) -> Any:
-        ordinals.append(ordinal)
-        return read(self, ordinal, parent)
+    def counted(self: SessionNodes, path: Sequence[int], parent: Node) -> Any:
+        ordinals.extend(path)
+        return read(self, path, parent)
 
-    monkeypatch.setattr(SessionNodes, "read", counted)
+    monkeypatch.setattr(SessionNodes, "read_path", counted)
     return ordinals
 
 

@@ -891,17 +891,17 @@ def test_d25_disk_is_little_more_than_the_tokens() -> None:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often the nodes of a log were read, and how many of its records."""
     found = Counter[str]()
-    read_node, read_record = journal.SessionNodes.read, segment_log.SegmentLog.read
+    read_path, read_record = journal.SessionNodes.read_path, segment_log.SegmentLog.read
 
-    def node(nodes: Any, *given: Any) -> Any:
-        found["nodes"] += 1
-        return read_node(nodes, *given)
+    def path(nodes: Any, ordinals: Sequence[int], *given: Any) -> Any:
+        found["nodes"] += len(ordinals)
+        return read_path(nodes, ordinals, *given)
 
     def record(log: Any, *given: Any) -> Any:
         found["records"] += 1
         return read_record(log, *given)
 
-    monkeypatch.setattr(journal.SessionNodes, "read", node)
+    monkeypatch.setattr(journal.SessionNodes, "read_path", path)
     monkeypatch.setattr(segment_log.SegmentLog, "read", record)
     return found
 

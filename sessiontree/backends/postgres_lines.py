@@ -148,6 +148,7 @@ class Server:
         """A connection, set up as all are."""
         line = Line.connect(self._url, autocommit=True, **self._options)
         line.patience = self._patience
+        line.prepare_threshold = 1  # to prepare what is asked once would be another round trip
         try:
             line.execute(self._set, self._settings)
             line.execute(_ON_DISK)
@@ -186,7 +187,7 @@ class Server:
         for _ in attempts(self.seconds):
             try:
                 with self.connection() as line, line.cursor(binary=True) as cursor:
-                    return cursor.execute(statement, parameters, prepare=True).fetchall()
+                    return cursor.execute(statement, parameters).fetchall()
             except psycopg.Error as error:
                 failure = error
                 if not self.may_pass(error):

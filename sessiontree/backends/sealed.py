@@ -86,5 +86,8 @@ class SealedNodes:
         self.inner = nodes
 
     def read(self, session: int, ordinals: Sequence[int], *, fresh: bool = False) -> Sequence[bytes | None]:
-        found = zip(ordinals, self.inner.read(session, ordinals, fresh=fresh), strict=True)
-        return [None if record is None else unseal(record, "node {} of session {}", ordinal, session) for ordinal, record in found]
+        found = list(self.inner.read(session, ordinals, fresh=fresh))
+        for at, record in enumerate(found):
+            if record is not None:  # one by one in its place: memory that one leaves is there for the next
+                found[at] = unseal(record, "node {} of session {}", ordinals[at], session)
+        return found

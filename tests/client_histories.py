@@ -151,7 +151,7 @@ class History:
             case "KeyTaken":
                 key, parent = each.given["key"], bytes.fromhex(each.given["parent"])
                 there = [of for of, node in self.nodes.items() if of[0] == each.session and node.key == key]
-                taken = (made for of in there if self.nodes[of].parent.id == parent for made in self.made[of])
+                taken = (made for of in there if self.nodes[of].path()[-2].id == parent for made in self.made[of])
                 return any(other.made < each.returned for other in taken)
             case "NodeHeld":
                 return each.kind in ("drop", "drop_session")

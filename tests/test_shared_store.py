@@ -698,7 +698,7 @@ def test_the_cache_holds_what_its_budget_allows() -> None:
 
 
 def test_a_store_closes_its_backend_once(tmp_path: Path) -> None:
-    closed = []
+    closed: list[object] = []
     backend = sqlite_backend.connect(str(tmp_path / "chats.db"))
     at = SessionStore.connect(backend._replace(close=lambda: closed.append(backend.close())))
     for _ in range(2):

@@ -85,9 +85,6 @@ class Known:
             return
         self._add([node.row for node in change.nodes], change.refs)
         self.version, self.gone = change.after, self.gone or change.gone
-        if change.drops:
-            self.drops += 1
-            self.seen += 1
 
     def _add(self, nodes: Sequence[NodeRow], refs: Mapping[bytes, bytes]) -> None:
         if nodes:

@@ -25,8 +25,7 @@ from sessiontree.backends.blob_features import BlobFeatures
 from sessiontree.backends.blobs import FeatureFolder
 from sessiontree.backends.sealed import sealed
 from sessiontree.backends.segment_log import new_identity
-from sessiontree.backends.shared import Backend
-from sessiontree.codec import name_digest
+from sessiontree.backends.shared import Backend, scope_of
 from sessiontree.compaction import GcReport, compact
 from sessiontree.draft import NOWHERE, Draft
 from sessiontree.errors import (
@@ -287,7 +286,7 @@ class SessionStore:
                 read_only=read_only,
             )
             if backend.blobs is not None:
-                prefix = "" if tenant is None else f"{name_digest(tenant).hex()}/"
+                prefix = "" if tenant is None else f"{scope_of(tenant).hex()}/"
                 store._features.files = BlobFeatures(backend.blobs, prefix, grace_seconds=blob_grace_seconds, read_only=read_only)
         except BaseException:
             backend.close()

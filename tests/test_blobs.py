@@ -377,15 +377,16 @@ def test_a_connection_that_is_lost_is_not_seen(url: str) -> None:
 
 def test_a_put_that_ends_half_way_leaves_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     blobs = DatabaseBlobs(Cut(url))
-    write_row, written = psycopg.Copy.write_row, Counter[str]()
+    execute, written = psycopg.Cursor.execute, Counter[str]()
 
-    def breaks(copy: Any, row: Any) -> None:
-        written["rows"] += 1
-        if written["rows"] == 3:
-            copy.connection.close()
-        write_row(copy, row)
+    def breaks(cursor: Any, query: Any, *given: Any, **more: Any) -> Any:
+        if "INTO blob_pieces" in query:
+            written["rows"] += 1
+            if written["rows"] == 3:
+                cursor.connection.close()
+        return execute(cursor, query, *given, **more)
 
-    monkeypatch.setattr(psycopg.Copy, "write_row", breaks)
+    monkeypatch.setattr(psycopg.Cursor, "execute", breaks)
     assert blobs.put("a", DATA * 2000)  # of 5 pieces
     assert written["rows"] == 3 + 5
     assert blobs.get("a") == DATA * 2000

@@ -26,6 +26,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from sessiontree import IncompatibleStore, SessionTreeError, StoreFailed
+from sessiontree.backends import shared
 from sessiontree.backends.postgres import PostgresSessions, connect, scope_of
 from sessiontree.backends.postgres_lines import Line
 from sessiontree.backends.postgres_statements import (
@@ -898,23 +899,30 @@ def test_tenants_see_their_own_rows(
         every.sessions.find("same name")
 
 
-TABLES: Final = ("sessions", "nodes", "bodies", "refs", "names")
+TABLES: Final = ("sessions", "nodes", "bodies", "refs", "names", "blobs", "blob_pieces")
 
 
 def test_policies_hold_for_statements_that_forget_the_tenant(role: str, backend: Backend, open_at: Callable[..., Backend]) -> None:
-    a, b = open_at(role, tenant="a"), open_at(role, tenant="b")
+    a, b = (open_at(role, tenant=tenant, blobs="database") for tenant in "ab")
     for tenant, to in (("a", a), ("b", b)):
         number = make(to, "s", 1, tenant=tenant)
         assert to.sessions.commit([Change(number, 0, 1, (), {b"h": b""})]) == [True]
         assert to.sessions.name(tenant.encode(), b"", None)
+        assert to.blobs is not None and to.blobs.put(f"{shared.scope_of(tenant).hex()}/name", b"bytes")
     with psycopg.connect(role, autocommit=True) as sql:
         for scope, count in (("", 0), (str(scope_of("a")), 1), (str(scope_of("c")), 0), (str(scope_of(None)), 2)):
             sql.execute("SELECT set_config('sessiontree.scope', %s, false)", (scope,))
-            assert [sql.execute(f"SELECT count(*) FROM sessiontree.{table}").fetchone() for table in TABLES] == [(count,)] * 5
+            assert [sql.execute(f"SELECT count(*) FROM sessiontree.{table}").fetchone() for table in TABLES] == [(count,)] * 7
         sql.execute("SELECT set_config('sessiontree.scope', %s, false)", (str(scope_of("a")),))
         with pytest.raises(psycopg.errors.InsufficientPrivilege):
             sql.execute("UPDATE sessiontree.sessions SET tenant = %s", (scope_of("b"),))
         assert sql.execute("DELETE FROM sessiontree.nodes").rowcount == 1
+    assert a.blobs is not None and b.blobs is not None
+    (ours, theirs) = (f"{shared.scope_of(tenant).hex()}/name" for tenant in ("a", "b"))
+    assert [a.blobs.get(name) for name in (ours, theirs)] == [b"bytes", None]
+    with pytest.raises(StoreFailed):
+        a.blobs.put(f"{shared.scope_of('b').hex()}/other", b"")
+    assert a.blobs.delete([ours, theirs]) == 1 and b.blobs.get(theirs) == b"bytes"
 
 
 def test_who_owns_the_tables_is_bound_too(postgres_server: Server, postgres_url: str, sql: psycopg.Connection[Any]) -> None:
@@ -928,6 +936,6 @@ def test_who_owns_the_tables_is_bound_too(postgres_server: Server, postgres_url:
         assert backend.sessions.commit([Change(number, 0, 1, [node(3)])]) == [True]
         backend.close()
         with psycopg.connect(url) as owner:
-            assert [owner.execute(f"SELECT count(*) FROM sessiontree.{table}").fetchone() for table in TABLES] == [(0,)] * 5
+            assert [owner.execute(f"SELECT count(*) FROM sessiontree.{table}").fetchone() for table in TABLES] == [(0,)] * 7
     finally:
         sql.execute(f"DROP OWNED BY {name} CASCADE; DROP ROLE {name}")

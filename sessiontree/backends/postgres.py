@@ -9,7 +9,6 @@ the replica does not have.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from struct import Struct
@@ -18,6 +17,7 @@ from uuid import UUID
 
 from psycopg.types.numeric import Int4, Int8
 
+from sessiontree.backends import shared
 from sessiontree.backends.postgres_blobs import DatabaseBlobs
 from sessiontree.backends.postgres_lines import Server
 from sessiontree.backends.postgres_statements import (
@@ -201,7 +201,7 @@ def _read(server: Server, session: int, ordinals: Sequence[int]) -> dict[int, by
 
 def scope_of(tenant: str | None) -> UUID:
     """The scope of a tenant's rows."""
-    return EVERYTHING if tenant is None else UUID(bytes=hashlib.sha256(b"tenant " + tenant.encode()).digest()[:16])
+    return EVERYTHING if tenant is None else UUID(bytes=shared.scope_of(tenant))
 
 
 def connect(

@@ -114,6 +114,17 @@ BEGIN
     END LOOP;
 END $$;
 
+-- Names of a tenant's blobs begin with its scope.
+ALTER TABLE blobs ENABLE ROW LEVEL SECURITY;
+ALTER TABLE blobs FORCE ROW LEVEL SECURITY;
+ALTER TABLE blob_pieces ENABLE ROW LEVEL SECURITY;
+ALTER TABLE blob_pieces FORCE ROW LEVEL SECURITY;
+CREATE POLICY tenant ON blobs USING (
+    (SELECT scope()) = '00000000-0000-0000-0000-000000000000'
+    OR substr(name, 1, 33) = (SELECT convert_to(replace(scope()::text, '-', '') || '/', 'UTF8'))
+);
+CREATE POLICY tenant ON blob_pieces USING (EXISTS (SELECT FROM blobs b WHERE b.number = blob));
+
 -- What ends a batch that must not happen, with all that it did.
 CREATE FUNCTION sessiontree.refuse(of uuid, this bigint) RETURNS text LANGUAGE plpgsql AS $$
 BEGIN

@@ -43,10 +43,9 @@ class DatabaseBlobs:
                 row = cursor.execute(new, (name.encode(), len(data))).fetchone()
                 if row is None:
                     return False
-                with cursor.copy("COPY blob_pieces (blob, piece, data) FROM STDIN (FORMAT BINARY)") as copy:
-                    copy.set_types(("int8", "int4", "bytea"))
-                    for piece, start in enumerate(range(0, len(data), PIECE)):
-                        copy.write_row((row[0], piece, memoryview(data)[start : start + PIECE]))
+                piece = "INSERT INTO blob_pieces (blob, piece, data) VALUES (%b, %b, %b)"  # COPY knows no row-level security
+                for number, start in enumerate(range(0, len(data), PIECE)):
+                    cursor.execute(piece, (row[0], number, data[start : start + PIECE]))
                 return True
 
         return self._tried(f"put the blob {name}", put)

@@ -12,10 +12,16 @@ out by another version. What they are given is valid, and what they give back is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import sha256
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, Protocol
 
 _NOTHING: Final[Mapping[bytes, bytes]] = MappingProxyType({})
+
+
+def scope_of(tenant: str) -> bytes:
+    """What a tenant's rows and blobs are known by: 16 bytes of its name's digest."""
+    return sha256(b"tenant " + tenant.encode()).digest()[:16]
 
 
 class NodeRow(NamedTuple):

@@ -240,7 +240,7 @@ def test_a_database_without_a_store_gets_none_by_looking(command: list[str], pos
 
 def test_a_url_of_something_else_is_not_shown(tmp_path: Path) -> None:
     url = f"mysql://somebody:{PASSWORD}@nowhere/shared"
-    for arguments in (["ls", url], ["copy", url, tmp_path], ["gc", url], ["import", url, "x.bundle"], ["fsck", url]):
+    for arguments in (["ls", url], ["copy", url, tmp_path], ["gc", url], ["fsck", url]):
         ended = run(*arguments)
         assert ended.exit_code == 3 and PASSWORD not in ended.stderr and "postgresql://" in ended.stderr
     with pytest.raises(Unsupported, match="not mysql") as caught:

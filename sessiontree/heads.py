@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, Self, TypeVar
 
 from pyrsistent import PMap, pmap
 
+from sessiontree.errors import CorruptTree
 from sessiontree.frozen import Sealed, no_subclasses, seal
 from sessiontree.memory import INT_BYTES
 from sessiontree.node import Node
@@ -90,7 +91,11 @@ class Head(Sealed):
     def _where(self) -> str:
         """Its node for messages, without reading it."""
         if self._node is None and self._stored is not None:
-            return f"<node {self._stored.ordinal}, not read yet>"
+            try:
+                which = self._stored.nodes.id_of(self._stored.ordinal)[:4].hex()
+            except CorruptTree:
+                which = str(self._stored.ordinal)
+            return f"<Node {which}, not read yet>"
         return repr(self._node)
 
 

@@ -728,6 +728,14 @@ def test_tables_of_another_version(backend: Backend, postgres_url: str, sql: psy
     assert sql.execute("SELECT FROM pg_namespace WHERE nspname = 'sessiontree'").fetchone() is None
 
 
+def test_the_log_is_told_once_of_a_server_that_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(StoreFailed):
+        connect("postgresql://me:hunter2@127.0.0.1:1/chats", seconds=0.5)
+    (told,) = [each for each in caplog.records if each.name == "sessiontree.backends.postgres"]
+    assert told.levelname == "WARNING" and "postgresql://me@127.0.0.1:1/chats does not answer" in told.getMessage()
+    assert "hunter2" not in told.getMessage()
+
+
 def test_a_password_is_never_shown(postgres_url: str, backend: Backend, open_at: Callable[..., Backend]) -> None:
     secret = conninfo_to_dict(postgres_url)["password"]
     assert isinstance(secret, str)

@@ -5,6 +5,7 @@ A process that was forked off begins anew: it uses none of the connections of it
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import time
@@ -24,6 +25,8 @@ from psycopg.pq import ExecStatus, TransactionStatus
 
 from sessiontree.backends.postgres_statements import Statement, Value
 from sessiontree.errors import IncompatibleStore, StoreFailed
+
+_logger = logging.getLogger("sessiontree.backends.postgres")
 
 VERSION: Final = 1  # of the tables
 _MIGRATION: Final = 0x7365_7373_7472_6565  # the advisory lock of who makes the tables
@@ -134,6 +137,7 @@ class Server:
         self._settings = [part for pair in settings.items() for part in pair]
         self._idle: list[Line] = []
         self._free = BoundedSemaphore(_READERS)
+        self._answers = True
         begin_anew_in_children(self)
 
     def __repr__(self) -> str:
@@ -155,6 +159,7 @@ class Server:
         except BaseException:
             line.close()
             raise
+        self._answers = True
         return line
 
     @contextmanager
@@ -179,8 +184,12 @@ class Server:
                     line.close()
 
     def may_pass(self, error: psycopg.Error) -> bool:
-        """Whether to try again here."""
-        return may_pass(error) and not (self.read_only and error.sqlstate == _READ_ONLY)
+        """Whether to try again here. Of a server that does not answer the log is told, once until it does."""
+        passing = may_pass(error) and not (self.read_only and error.sqlstate == _READ_ONLY)
+        if passing and self._answers and is_over(error):
+            self._answers = False
+            _logger.warning("%s does not answer, and is tried for %g s: %s", self.where, self.seconds, _said(error))
+        return passing
 
     def rows(self, what: str, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """What a statement that only reads gives. Raises StoreFailed, IncompatibleStore."""
@@ -215,7 +224,7 @@ class Server:
 
     def fail(self, what: str, error: psycopg.Error, known: str = "") -> NoReturn:
         """Raise what is to be raised for an error that did not pass. ``known``: what is known of what was to be done."""
-        said = error.diag.message_primary or "; ".join(str(error).split("\n")) or type(error).__name__
+        said = _said(error)
         if error.sqlstate in _NO_TABLES:
             raise IncompatibleStore(f"{self.where} has not the tables of version {VERSION}: {said}") from error
         raise StoreFailed(f"{self.where} could not {what}: {said}{known}") from error
@@ -225,6 +234,10 @@ class Server:
         while self._idle:
             with suppress(IndexError):
                 self._idle.pop().close()
+
+
+def _said(error: psycopg.Error) -> str:
+    return error.diag.message_primary or "; ".join(str(error).split("\n")) or type(error).__name__
 
 
 def _version(line: Line) -> int | None:

@@ -1088,10 +1088,8 @@ def _check_expected(session: Session, scheme: PositionScheme | str | None, model
 def backend_at(url: str, *, tenant: str | None, replica: str | None, blobs: str | None, read_only: bool) -> Backend:
     """The backend of a URL. Raises Unsupported."""
     if not url.startswith(("postgresql://", "postgres://")):
-        if "://" in url:  # what follows may hold a password
-            shown = f"{url.partition('://')[0]}://..."
-        else:
-            shown = "what was given" if "=" in url or "@" in url else repr(url)
+        told = "what was given" if "=" in url or "@" in url else repr(url)  # there may be a password
+        shown = f"{url.partition('://')[0]}://..." if "://" in url else told
         raise Unsupported(f"a store is connected to by a postgresql:// URL or a Backend, not {shown}; a directory is for open()")
     try:
         postgres: Any = import_module("sessiontree.backends.postgres")

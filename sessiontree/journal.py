@@ -641,7 +641,7 @@ class Journal:
 
     def _remember(self, number: int, nodes: tuple[bytes, ...]) -> int:
         self._underway.append((number, nodes))
-        if not number % _REMEMBERED:
+        if not len(self._underway) % _REMEMBERED:
             self._forget_durable()
         return number
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 from weakref import WeakSet
 
 _locks: Final[WeakSet[Any]] = WeakSet()
+_forkable: Final[WeakSet[Any]] = WeakSet()
 
 
 def new_lock() -> Any:
@@ -21,10 +22,17 @@ def new_lock() -> Any:
     return lock
 
 
+def begin_anew_in_children(each: Any) -> None:
+    """Have ``each._begin_anew()`` called in every child that this process forks, where locks are open."""
+    _forkable.add(each)
+
+
 def _open_all() -> None:
     for lock in list(_locks):
         if not lock._is_owned():  # what the forking thread holds itself, it will let go of in the child too
             lock._at_fork_reinit()
+    for each in list(_forkable):
+        each._begin_anew()
 
 
 os.register_at_fork(after_in_child=_open_all)

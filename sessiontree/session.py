@@ -387,6 +387,8 @@ class Session:
 
         if parcel.path and parcel.parent_id not in self._tree:
             return self._swap(attach)
+        with suppress(UnknownNode):  # said below
+            self._found(parcel.parent_id)  # which others may have made
         with self._lock:
             draft = go_on(self._tree)
             self._touch()

@@ -84,6 +84,13 @@ class SharedJournal(Journal):
         # Another for each process: a draft that comes from another one goes on, whatever is open here.
         self.identity = None if read_only else new_identity()
 
+    def _begin_anew(self) -> None:
+        """In a forked child: nothing that was drawn is its own, and what was being written is its parent's to write."""
+        self._drawn.clear()
+        if self.identity is not None:
+            self.identity = new_identity()
+        self.shared._begin_anew()
+
     def _begin(self) -> None:
         self._openings = 0  # where it is only read
         self._drawn: list[int] = []
@@ -162,7 +169,7 @@ class SharedJournal(Journal):
 
     def let_go(self) -> None:
         living = {number for number, _ in list(self._living.values())}
-        self.shared.forget(lambda number: number in living)
+        self.shared.forget(living.__contains__)
 
     def index_bytes(self) -> int:
         return self.shared.nbytes

@@ -47,7 +47,7 @@ from sessiontree.features import Features, FeatureStore
 from sessiontree.frozen import checked_text
 from sessiontree.handover import unpacked
 from sessiontree.journal import Durability, Journal, Overtaken, WriteLost
-from sessiontree.locks import new_lock
+from sessiontree.locks import begin_anew_in_children, new_lock
 from sessiontree.media import MediaItem
 from sessiontree.memory import HeldNodes
 from sessiontree.node import Namespace, Node
@@ -267,6 +267,10 @@ class SessionStore:
             draft_ttl=draft_ttl,
             memory_bytes=memory_bytes,
         )
+        if tenant is not None:
+            tenant = checked_text(tenant, "a tenant")
+        if not _time(blob_grace_seconds, "blob_grace_seconds") >= 0:
+            raise OutOfRange(f"blob_grace_seconds is {blob_grace_seconds}, below 0", value=blob_grace_seconds, limit=0)
         if isinstance(where, str):
             backend = backend_at(where, tenant=tenant, replica=replica, blobs=blobs, read_only=read_only)
         elif not isinstance(where, Backend):
@@ -291,8 +295,20 @@ class SessionStore:
         except BaseException:
             backend.close()
             raise
+        begin_anew_in_children(store)
         _logger.info("connected %r%s", store, ", read-only" if read_only else "")
         return store
+
+    def _begin_anew(self) -> None:
+        """In a forked child of a process that is connected: sessions in hand are the parent's, and are closed here."""
+        assert isinstance(self._journal, SharedJournal)
+        self._journal._begin_anew()
+        for session in self._sessions.values():
+            session._closed = True
+        self._sessions.clear()
+        self._fresh.clear()
+        self._creating.clear()
+        self._held = 0
 
     def create(
         self,
@@ -674,7 +690,7 @@ class SessionStore:
                 journal.flush()
             journal.let_go()
             sessions = list(self._put_away_until(journal, target))
-            if sessions:
+            if sessions or journal.many_write:
                 journal.forget_numbers()
             for number, left in list(self._survivors.items()):
                 if not any(known() is not None for _, known in left):
@@ -917,7 +933,8 @@ class SessionStore:
             known = self._alias(scope, alias)
             while known is None:
                 known = identity if self._journal is None else self._journal.alias(scope, alias, identity)
-                self._aliases[scope, alias] = known
+                if self._journal is None or not self._journal.many_write:
+                    self._aliases[scope, alias] = known
         if known != identity:
             raise KeyTaken(f"alias {alias!r} names {known[:4].hex()}, not {identity[:4].hex()}", key=alias, identity=known)
         return known
@@ -945,7 +962,8 @@ class SessionStore:
                 del self._aliases[scope, alias]
             else:
                 self._journal.alias(scope, alias, None)
-                self._aliases[scope, alias] = None
+                if not self._journal.many_write:
+                    self._aliases[scope, alias] = None
 
     def usage(self) -> Usage:
         """What the store holds in memory by now."""
@@ -1069,7 +1087,8 @@ def _check_expected(session: Session, scheme: PositionScheme | str | None, model
 def backend_at(url: str, *, tenant: str | None, replica: str | None, blobs: str | None, read_only: bool) -> Backend:
     """The backend of a URL. Raises Unsupported."""
     if not url.startswith(("postgresql://", "postgres://")):
-        shown = f"{url.partition('://')[0]}://..." if "://" in url else repr(url)  # there may be a password
+        told = "what was given" if "=" in url or "@" in url else repr(url)  # there may be a password
+        shown = f"{url.partition('://')[0]}://..." if "://" in url else told
         raise Unsupported(f"a store is connected to by a postgresql:// URL or a Backend, not {shown}; a directory is for open()")
     try:
         postgres: Any = import_module("sessiontree.backends.postgres")

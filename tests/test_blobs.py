@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sessiontree import CorruptTree, NeedsExtra, StoreFailed, Unsupported
-from sessiontree.backends import buckets, postgres
+from sessiontree.backends import buckets, postgres, postgres_blobs
 from sessiontree.backends.buckets import BucketBlobs
 from sessiontree.backends.postgres_blobs import PIECE, DatabaseBlobs
 from sessiontree.backends.shared import Blobs
@@ -454,6 +454,17 @@ def test_pieces_that_are_missing_are_damage(url: str) -> None:
         connection.execute("DELETE FROM blob_pieces")
     with pytest.raises(CorruptTree):
         blobs.get("a")
+
+
+def test_blobs_are_deleted_a_few_at_a_time(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres_blobs, "_TOGETHER", 2)
+    connection = Cut(url)
+    blobs = DatabaseBlobs(connection)
+    for name in "abcde":
+        blobs.put(name, b"1")
+    before = connection.given
+    assert blobs.delete([*"abcde", "f"]) == 5
+    assert connection.given == before + 3
 
 
 def test_deleted_blobs_leave_no_pieces(url: str) -> None:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -734,6 +735,23 @@ def test_the_log_is_told_once_of_a_server_that_does_not_answer(caplog: pytest.Lo
     (told,) = [each for each in caplog.records if each.name == "sessiontree.backends.postgres"]
     assert told.levelname == "WARNING" and "postgresql://me@127.0.0.1:1/chats does not answer" in told.getMessage()
     assert "hunter2" not in told.getMessage()
+
+
+def test_a_role_that_makes_no_schemas_makes_the_tables_in_one_that_was_made_for_it(
+    postgres_url: str, sql: psycopg.Connection[Any]
+) -> None:
+    given, role = conninfo_to_dict(postgres_url), f"owner_{uuid.uuid4().hex[:8]}"
+    sql.execute(f"CREATE ROLE {role} LOGIN PASSWORD 'word'")
+    try:
+        sql.execute(f"CREATE SCHEMA sessiontree AUTHORIZATION {role}")
+        backend = connect(f"postgresql://{role}:word@{given['host']}:{given['port']}/{given['dbname']}")
+        try:
+            assert backend.sessions.draw(2) == [1, 2]
+        finally:
+            backend.close()
+    finally:
+        sql.execute(f"DROP OWNED BY {role}")
+        sql.execute(f"DROP ROLE {role}")
 
 
 def test_a_password_is_never_shown(postgres_url: str, backend: Backend, open_at: Callable[..., Backend]) -> None:

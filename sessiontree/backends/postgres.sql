@@ -10,7 +10,13 @@
 -- statement costs half of what a function of five does. In the functions here every statement sees what was committed before it
 -- began (READ COMMITTED, which connections ask for), so what is read once a row is locked is so until the end.
 
-CREATE SCHEMA IF NOT EXISTS sessiontree;
+-- Where somebody else has made it for this role, the right to make schemas is not needed, which IF NOT EXISTS asks for.
+DO $$
+BEGIN
+    IF to_regnamespace('sessiontree') IS NULL THEN
+        CREATE SCHEMA sessiontree;
+    END IF;
+END $$;
 SET LOCAL search_path = sessiontree, pg_temp;
 
 CREATE TABLE format (version integer NOT NULL);

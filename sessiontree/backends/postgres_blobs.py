@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import psycopg
@@ -16,6 +17,7 @@ from sessiontree.backends.postgres_lines import attempts, may_pass
 from sessiontree.errors import CorruptTree, StoreFailed
 
 PIECE: Final = 2**20  # bytes of each piece but the last
+_TOGETHER: Final = 16  # blobs that are deleted at once: the bytes of each are, one by one
 #: What usual statements may take is too little for large blobs.
 _TAKE_YOUR_TIME: Final = "SET LOCAL statement_timeout = '10min'"
 _T = TypeVar("_T")
@@ -87,10 +89,12 @@ class DatabaseBlobs:
         """How many of them were there."""
         wanted = [name.encode() for name in names]
 
-        def delete(connection: psycopg.Connection[Any]) -> int:
-            return connection.execute("DELETE FROM blobs WHERE name = ANY(%s)", (wanted,)).rowcount
+        def delete(some: list[bytes], connection: psycopg.Connection[Any]) -> int:
+            connection.execute(_TAKE_YOUR_TIME)
+            return connection.execute("DELETE FROM blobs WHERE name = ANY(%s)", (some,)).rowcount
 
-        return self._tried(f"delete {len(wanted)} blobs", delete) if wanted else 0
+        parts = (wanted[start : start + _TOGETHER] for start in range(0, len(wanted), _TOGETHER))
+        return sum(self._tried(f"delete {len(some)} blobs", partial(delete, some)) for some in parts)
 
     def _tried(self, what: str, work: Callable[[psycopg.Connection[Any]], _T]) -> _T:
         """What ``work`` returns in a transaction of its own. All that is done here may be done twice."""

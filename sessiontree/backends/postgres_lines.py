@@ -6,7 +6,6 @@ A process that was forked off begins anew: it uses none of the connections of it
 from __future__ import annotations
 
 import logging
-import os
 import random
 import time
 import uuid
@@ -15,7 +14,6 @@ from contextlib import contextmanager, suppress
 from importlib.resources import files
 from threading import BoundedSemaphore
 from typing import Any, Final, NoReturn
-from weakref import WeakSet
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
@@ -25,6 +23,7 @@ from psycopg.pq import ExecStatus, TransactionStatus
 
 from sessiontree.backends.postgres_statements import Statement, Value
 from sessiontree.errors import IncompatibleStore, StoreFailed
+from sessiontree.locks import begin_anew_in_children
 
 _logger = logging.getLogger("sessiontree.backends.postgres")
 
@@ -143,7 +142,7 @@ class Server:
     def __repr__(self) -> str:
         return f"Server({self.where!r})"
 
-    def begin_anew(self) -> None:
+    def _begin_anew(self) -> None:
         """In a forked child."""
         leave_alone(*self._idle)
         self._idle, self._free = [], BoundedSemaphore(_READERS)
@@ -272,23 +271,9 @@ def _described(url: str) -> tuple[str, dict[str, Any]]:
     return f"postgresql://{user}{given.get('host', '')}{port}/{given.get('dbname', '')}", given
 
 
-_forkable: Final[WeakSet[Any]] = WeakSet()
 _inherited: Final[list[Any]] = []
-
-
-def begin_anew_in_children(each: Any) -> None:
-    """Have ``each.begin_anew()`` called in every child that this process forks."""
-    _forkable.add(each)
 
 
 def leave_alone(*lines: Line | None) -> None:
     """Keep a parent's connections for ever: to close one would tell the server that it is over."""
     _inherited.extend(lines)
-
-
-def _in_child() -> None:
-    for each in list(_forkable):
-        each.begin_anew()
-
-
-os.register_at_fork(after_in_child=_in_child)

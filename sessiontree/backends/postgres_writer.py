@@ -29,14 +29,13 @@ from sessiontree.backends.postgres_lines import (
     Line,
     Server,
     attempts,
-    begin_anew_in_children,
     is_lost,
     is_over,
     leave_alone,
 )
 from sessiontree.backends.postgres_statements import Statement, Value, int8
 from sessiontree.errors import StoreFailed
-from sessiontree.locks import new_lock
+from sessiontree.locks import begin_anew_in_children, new_lock
 
 _NOT_AT_BATCH: Final = "ST001"
 _FORGET: Final = "DELETE FROM sessiontree.writers WHERE moved < now() - interval '30 days'"
@@ -58,7 +57,7 @@ class Writer:
         self._used = time.monotonic()
         begin_anew_in_children(self)
 
-    def begin_anew(self) -> None:
+    def _begin_anew(self) -> None:
         """In a forked child."""
         leave_alone(self._line)
         self._line = self._name = None

@@ -62,6 +62,7 @@ class Known:
         self.refs: dict[bytes, bytes] = {}
         self.last = 0  # the last ordinal
         self.pending: int | None = None  # the version of the session in hand, with all that is in line
+        self.told = 0  # the last ordinal that the session in hand has put in line
         self.seen = 0  # drops that the session in hand knows of
         self._rows: NDArray[Any] = _rows(())
         self._more: list[NodeRow] = []  # behind them
@@ -208,6 +209,13 @@ class SharedLog:
         self._leader: int | None = None  # the thread that writes
         self._closed = False
 
+    def _begin_anew(self) -> None:
+        """In a forked child: have no session in hand, and nothing in line."""
+        self._line.clear()
+        self._under_way.clear()
+        self._leader = None
+        self._known.clear()
+
     # Writing
 
     def enqueue(self, records: Records, after: int = 0, told: Sequence[object] = (None,), expected: object = None) -> int:
@@ -235,13 +243,16 @@ class SharedLog:
             known = self._known.get(number)
             if known is None or known.pending is None:
                 raise WriteLost(f"session {number} was written to elsewhere")
+            if nodes and nodes[0].row.ordinal <= known.told:  # an interrupt left that unknown to the session
+                raise WriteLost(f"session {number} was told of more than it knows")
             before = known.pending
             if drops:
                 refs = {(DROP + _VERSION.pack(before) if name[:1] == DROP else name): each for name, each in refs.items()}
             known.pending = before + 1
+            known.told = nodes[-1].row.ordinal if nodes else known.told
             self._last += 1
-            self._line.append(_Write(self._last, known, Change(number, before, before + 1, nodes, refs, drops, gone), nbytes))
             self._under_way.add(self._last)
+            self._line.append(_Write(self._last, known, Change(number, before, before + 1, nodes, refs, drops, gone), nbytes))
             return self._last
 
     def is_durable(self, number: int) -> bool | None:
@@ -256,7 +267,7 @@ class SharedLog:
         with self._lock:
             while number in self._under_way:
                 if self._leader is None:
-                    self._write()
+                    self._lead()
                 else:
                     self._settled.wait()
             lost = self._lost.get(number)
@@ -287,37 +298,57 @@ class SharedLog:
     def leading(self) -> bool:
         return self._leader == threading.get_ident() or bool(self._lock._is_owned())
 
+    def _lead(self) -> None:
+        """Write what is in line; the lock is held. The end of it is done twice, since an interrupt can come in anywhere once."""
+        try:
+            try:
+                self._write()
+            finally:
+                self._end_of_lead()
+        finally:
+            self._end_of_lead()
+
+    def _end_of_lead(self) -> None:
+        if not self._lock._is_owned():
+            self._lock.acquire()
+        self._leader = None
+        self._settled.notify_all()
+
     def _write(self) -> None:
-        """Write what is in line; the lock is held, and let go of meanwhile."""
-        writes = self._taken()
+        """Write what is in line; the lock is held, and let go of meanwhile.
+
+        What is written stays in line until it was told what has become of it, so an interrupt leaves it there.
+        """
+        writes = self._first()
+        if not writes:  # an interrupt came in where somebody told of them
+            failure = StoreFailed(f"{self.backend.where}: interrupted while it was written to")
+            self._lost.update(dict.fromkeys(self._under_way, failure))
+            self._under_way.clear()
+            return
         changes = _merged(writes)
         self._leader = threading.get_ident()
         outcome: Sequence[bool] | SessionTreeError
+        outcome = StoreFailed(f"{self.backend.where}: interrupted while it was written to")
         try:
             self._lock.release()
             try:
                 outcome = self.backend.sessions.commit(changes)
             except SessionTreeError as error:
-                outcome = error
+                outcome = _bare(error)
             finally:
                 self._lock.acquire()
-        except BaseException as error:  # an interrupt: nobody knows
-            failure = StoreFailed(f"{self.backend.where}: interrupted while it was written to")
-            failure.__cause__ = error
-            self._tell(writes, changes, failure)
-            raise
-        else:
-            self._tell(writes, changes, outcome)
         finally:
-            self._leader = None
-            self._settled.notify_all()
+            self._tell(writes, changes, outcome)
 
-    def _taken(self) -> list[_Write]:
+    def _first(self) -> list[_Write]:
+        """Those that are written together."""
         writes: list[_Write] = []
         nbytes = 0
-        while self._line and len(writes) < _TOGETHER and (not writes or nbytes + self._line[0].nbytes <= _TOGETHER_BYTES):
-            writes.append(self._line.popleft())
-            nbytes += writes[-1].nbytes
+        for write in self._line:
+            nbytes += write.nbytes
+            if writes and (len(writes) == _TOGETHER or nbytes > _TOGETHER_BYTES):
+                break
+            writes.append(write)
         return writes
 
     def _tell(self, writes: Sequence[_Write], changes: Sequence[Change], outcome: Sequence[bool] | SessionTreeError) -> None:
@@ -335,13 +366,15 @@ class SharedLog:
                 why[change.session] = Overtaken(f"session {change.session} was written to elsewhere")
         for number in why:
             known[number].pending = None
-        behind = [write for write in self._line if write.known.number in why] if why else ()
-        for write in (*writes, *behind):
-            self._under_way.discard(write.number)
-            if write.known.number in why:
+        told, left = {write.number for write in writes}, deque[_Write]()
+        for write in self._line:
+            if write.known.number in why:  # also what is behind it in line
                 self._lost[write.number] = why[write.known.number]
-        if behind:
-            self._line = deque(write for write in self._line if write.known.number not in why)
+                told.add(write.number)
+            elif write.number not in told:
+                left.append(write)
+        self._under_way -= told
+        self._line = left  # after it: what is left in line is refused, and what is left under way would be waited for
         while len(self._lost) > _LOST:
             del self._lost[next(iter(self._lost))]
 
@@ -374,14 +407,14 @@ class SharedLog:
         self._settle(number)
         known = self.look(number)
         with self._lock:
-            known.pending, known.seen = known.version, known.drops
+            known.pending, known.seen, known.told = known.version, known.drops, known.last
             return known.snapshot(), known.removals, known.gone
 
     def made(self, number: int, record: bytes, nodes: Sequence[NewNode]) -> None:
         """Know a session that was made here, and have it in hand."""
         known = Known(number)
         known.take(Look(record, 0, 0, 0, False, True, [node.row for node in nodes], {}))
-        known.pending = 0
+        known.pending, known.told = 0, known.last
         with self._lock:
             self._remember(known)
 
@@ -413,7 +446,6 @@ class SharedLog:
         """Until nothing is in line for a session."""
         with self._lock:
             mine = [write.number for write in self._line if write.known.number == number]
-            mine += self._under_way.difference(write.number for write in self._line)
         for each in mine:
             with suppress(StoreFailed):
                 self.wait(each)
@@ -493,6 +525,14 @@ class SharedLog:
                 first, self._closed = not self._closed, True
             if first:
                 self.backend.close()
+
+
+def _bare(error: SessionTreeError) -> SessionTreeError:
+    """An error to be kept: without the frames that it came through, and what those hold."""
+    for each in (error, error.__cause__, error.__context__):
+        if each is not None:
+            each.__traceback__ = None
+    return error
 
 
 def _merged(writes: Sequence[_Write]) -> list[Change]:

@@ -194,17 +194,17 @@ def late_turns(store: SessionStore, old: Sequence[Session], tips: list[Node]) ->
 
 
 def forks(store: SessionStore, session: Session, tip: Node, other: Any, count: int = 1000, own: int = 16) -> Iterator[Figure]:
-    before = postgres_bytes(other)
-    for number in range(count):
-        store.fork(session, tip, f"bare{number}").close()
-    bare = postgres_bytes(other)
-    for number in range(count):
-        with store.fork(session, tip, f"fork{number}") as fork:
-            fork.append(tip.id, range(number, number + own), head="main")
-    size = (postgres_bytes(other) - bare) / count
-    note = f"{size:.0f} B of a fork with a turn of {own}, of {count:,}"
-    yield Figure("bytes of a fork, its own tokens left out", size - 4 * own, "B", 500, note=note)
-    yield Figure("the same of a fork that has nothing of its own yet", (bare - before) / count, "B", 500)
+    sizes = [postgres_bytes(other)]
+    for what in ("bare", "turn", "turn and head"):
+        for number in range(count):
+            with store.fork(session, tip, f"{what} {number}") as fork:
+                if what != "bare":
+                    fork.append(tip.id, range(number, number + own), head="main" if what == "turn and head" else None)
+        sizes.append(postgres_bytes(other))
+    bare, turn, head = (np.diff(sizes) / count).tolist()
+    yield Figure("bytes of a fork that has nothing of its own yet", bare, "B", 500, note=f"of {count:,}")
+    peers = {"and a head": head - 4 * own}
+    yield Figure(f"bytes of a fork with a turn of {own} tokens, those left out", turn - 4 * own, "B", 500, peers=peers)
 
 
 def turns_by_threads(sessions: Sequence[Session], seconds: float, turns: NDArray[np.int32]) -> float:

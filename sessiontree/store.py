@@ -267,8 +267,6 @@ class SessionStore:
             draft_ttl=draft_ttl,
             memory_bytes=memory_bytes,
         )
-        if tenant is not None:
-            tenant = checked_text(tenant, "a tenant")
         if not _time(blob_grace_seconds, "blob_grace_seconds") >= 0:
             raise OutOfRange(f"blob_grace_seconds is {blob_grace_seconds}, below 0", value=blob_grace_seconds, limit=0)
         if isinstance(where, str):

@@ -688,7 +688,7 @@ class SessionStore:
                 journal.flush()
             journal.let_go()
             sessions = list(self._put_away_until(journal, target))
-            if sessions or journal.many_write:
+            if sessions:
                 journal.forget_numbers()
             for number, left in list(self._survivors.items()):
                 if not any(known() is not None for _, known in left):

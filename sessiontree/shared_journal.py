@@ -7,6 +7,7 @@ where others wrote since: then it looks anew and does the operation on what ther
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeVar
@@ -29,6 +30,7 @@ from sessiontree.tree import SessionTree
 
 R = TypeVar("R", codec.SessionRecord, codec.HeadRecord, codec.DropRecord)
 
+_OPENINGS: Final = 2**20  # of sessions, for each number that is drawn for them
 _DRAWN: Final = 16  # numbers drawn at a time
 _ALIAS: Final = b"a"
 
@@ -87,12 +89,14 @@ class SharedJournal(Journal):
     def _begin_anew(self) -> None:
         """In a forked child: nothing that was drawn is its own, and what was being written is its parent's to write."""
         self._drawn.clear()
+        self._block = 0
         if self.identity is not None:
             self.identity = new_identity()
         self.shared._begin_anew()
 
     def _begin(self) -> None:
-        self._openings = 0  # where it is only read
+        self._block = 0  # the number drawn for openings of sessions
+        self._openings_here = itertools.count(1)
         self._drawn: list[int] = []
 
     @property
@@ -217,7 +221,7 @@ class SharedJournal(Journal):
                     self.shared.look(tip[0])
                 raise Overtaken(f"{self.path}: something was dropped meanwhile")
         self.shared.made(number, record, nodes)
-        return number, self._number(), 0
+        return number, self._opening(), 0
 
     def _own_tip(self, number: int, ordinal: int, tree: SessionTree) -> tuple[int, int]:
         """The tip of a fork, named as the session has it that made the node."""
@@ -234,11 +238,20 @@ class SharedJournal(Journal):
             number = above[0]
 
     def opened(self, number: int) -> int:
-        if not self.read_only:
-            return self._number()
-        with self._lock:
-            self._openings += 1
-            return self._openings
+        return self._opening()
+
+    def _opening(self) -> int:
+        """A number that no opening of a session has, anywhere: of this process, and then counted."""
+        if self.read_only:
+            return next(self._openings_here)
+        while True:
+            with self._lock:
+                block, count = self._block, next(self._openings_here)
+            if block and count < _OPENINGS:
+                return block * _OPENINGS + count
+            drawn = self._number()
+            with self._lock:
+                self._block, self._openings_here = drawn, itertools.count(1)
 
     def drop_all(
         self,

@@ -448,6 +448,19 @@ def test_what_a_look_has_brought_is_not_known_twice() -> None:
     assert known._more == [row, NodeRow(2, 1, bytes(32), 0), NodeRow(3, 2, bytes(32), 0)]
 
 
+def test_openings_have_numbers_of_their_own_and_draw_few(place: Place) -> None:
+    one, two = place.store(), place.store()
+    one.create("s", scheme=SCHEME)
+    seen = [store.get("s").incarnation for store in (one, two)]
+    for _ in range(100):
+        for store in (one, two):
+            store.get("s").close()
+            seen.append(store.get("s").incarnation)
+    assert len(set(seen)) == 202
+    (number,) = place.backend().sessions.draw(1)
+    assert number < 100
+
+
 def test_a_pin_elsewhere_holds(place: Place) -> None:
     one, two = place.store(), place.store()
     here, there = one.create("s", scheme=SCHEME), two.get("s")

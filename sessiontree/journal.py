@@ -288,11 +288,11 @@ class SessionNodes:
     def _read(self, ordinals: Sequence[int], parent_id: bytes, start: int | None, rules: PositionScheme) -> Iterator[Stored]:
         """The nodes of a path below the node of ``parent_id``, which ends at ``start``; None: where the first says it begins."""
         rows = self._columns.entries[[self._place(ordinal) for ordinal in ordinals]]
-        records = self._log.read_all(rows) if self._log.costly else map(self._log.read, rows)
+        records = self._log.read_all(rows) if self._log.costly else map(self.raw, ordinals)
         known = zip(rows["session"].tolist(), ordinals, rows["parent"].tolist(), rows["id"].tolist(), strict=True)
-        for at, where in enumerate(known):
+        for at, (where, data) in enumerate(zip(known, records, strict=True)):
             try:
-                record = codec.decode(next(records))
+                record = codec.decode(data)
                 if not isinstance(record, codec.NodeRecord) or record[:4] != where:
                     raise CorruptTree("its record is that of another")
                 codec.check_digest(record, parent_id)

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import sqlite_backend
@@ -591,6 +592,35 @@ def test_a_copy_that_lags_gives_no_node_for_another(place: Place) -> None:
         there = two.get("s")
         assert there.longest_prefix([3, 3, 3]).node == new
         assert shown(there) == [(1,), (3, 3, 3)]
+
+
+def test_any_bit_of_a_path_that_flips_is_damage_that_names_its_node(place: Place) -> None:
+    one, backend = place.store(), place.backend()
+    session, metadata = one.create("s", scheme=SCHEME), {"text": "a" * 40}
+    node = session.root
+    for turn in range(4):
+        node = session.append(node, [turn], metadata=metadata)
+    session.set_head("main", node)
+
+    @attrs.frozen
+    class Flipping:
+        backend: Backend
+        at: int
+
+        def read(self, number: int, ordinals: Sequence[int], *, fresh: bool = False) -> Sequence[bytes | None]:
+            records = [bytearray(record or b"") for record in self.backend.nodes.read(number, ordinals)]
+            for record in records[1:2]:
+                record[self.at] ^= 1
+            return list(map(bytes, records))
+
+    record = backend.nodes.read(1, [2])[0]
+    assert record is not None and b"aaaa" in record
+    for at in (record.index(b"aaaa"), len(record) - 1):
+        other = place.backend()
+        with SessionStore.connect(other._replace(nodes=Flipping(other, at))) as two:
+            with pytest.raises(CorruptTree, match=r"^the record of node 2 of session 1 does not match"):
+                _ = two.get("s").head("main").node
+            assert two.get("s").node(session.node(node.path()[1].id).id).input_ids().tolist() == [0]
 
 
 def test_a_node_that_was_removed_elsewhere_is_no_damage(place: Place) -> None:

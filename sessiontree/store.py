@@ -617,7 +617,8 @@ class SessionStore:
 
     def _expire(self, now: float, idle_ttl: float) -> list[tuple[int, str]]:
         """Incarnation and id of the sessions that are closed now, since they lay idle for so long."""
-        awake = list(self._sessions.values())
+        with self._opening:  # else one that evict looks at may be neither awake nor asleep
+            awake = list(self._sessions.values())
         closed = [(session.incarnation, session.id) for session in awake if session._expire(now, idle_ttl)]
         journal = self._journal
         if journal is not None:
@@ -740,6 +741,8 @@ class SessionStore:
                             held = session._held
                             del self._sessions[session_id]
                             used = self._fresh.pop(session_id, None) is not None  # since the store looked
+                            if used:
+                                sleeper = sleeper._replace(last_used=self._now)  # before anybody tells a later time
                         del session  # here it goes, where nobody else holds it
                     finally:
                         session = self._settled(session_id, alive, number, sleeper, held, used=used)
@@ -766,7 +769,7 @@ class SessionStore:
         with self._lock:
             if session is None:
                 self._held -= held
-                self._asleep.put(number, sleeper._replace(last_used=self._now) if used else sleeper)
+                self._asleep.put(number, sleeper)
             else:
                 self._sessions[session_id] = session
                 if used:

@@ -13,7 +13,7 @@ What came, on two cores that others used too: bytes of a turn and of a bare fork
 they grew, and prepared a statement in a round trip of its own. Its records are looked at together since, 18 ms and one round trip;
 what is left is a dozen steps of 1 to 3 µs a node, the digest the longest. A commit takes twice an insert of 0.2 ms: 75 µs more of
 the client in many thin layers, 60 of the server for three inserts and two updates in one statement. On a disk that others keep
-busy it is 0.9 to 1.2 times. 32 threads did 12 times what one did on a busy disk, and 2.5 times on a freer one (5,000 turns a second).
+busy it is 0.9 to 1.2 times. 32 threads did 12 times what one did on a busy disk, and 2.5 times on a freer one.
 """
 
 from __future__ import annotations

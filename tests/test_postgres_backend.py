@@ -26,7 +26,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from sessiontree import IncompatibleStore, SessionTreeError, StoreFailed
+from sessiontree import IncompatibleStore, SessionStore, SessionTreeError, StoreFailed
 from sessiontree.backends import shared
 from sessiontree.backends.postgres import PostgresSessions, connect, scope_of
 from sessiontree.backends.postgres_lines import Line
@@ -808,6 +808,19 @@ def test_reads_do_not_wait_for_a_write(
         assert not any(each.done() for each in running)
         holder.rollback()
         assert sum(map(bool, (each.result() for each in running))) >= 1
+
+
+def test_a_path_is_one_round_trip_on_a_new_connection(postgres_url: str) -> None:
+    with SessionStore.connect(postgres_url) as store:
+        session = store.create("s", scheme="text@hf5")
+        node = session.root
+        for turn in range(20):
+            node = session.append(node, [turn], head="main")
+    with Proxy(postgres_url) as proxy, SessionStore.connect(proxy.url) as store:
+        session = store.get("s")
+        before = proxy.round_trips
+        assert session.head("main").node.input_ids().tolist() == list(range(20))
+        assert proxy.round_trips == before + 1
 
 
 # --- replicas --------------------------------------------------------------------------------------------------------------

@@ -121,10 +121,11 @@ def make(backend: Backend, name: str = "s", nodes: int = 0, **more: Any) -> int:
 
 def wait_for(sql: psycopg.Connection[Any], condition: str, *parameters: Any) -> Any:
     """The first row of a query, once it has one."""
-    for _ in range(20_000):
+    for _ in range(6_000):
         row = sql.execute(condition, parameters).fetchone()
         if row is not None:
             return row
+        sql.execute("SELECT pg_sleep(0.01)")
     raise AssertionError(f"never: {condition}")
 
 

@@ -39,7 +39,6 @@ class Seen(NamedTuple):
     """A session as it was looked at."""
 
     version: int
-    removals: int
     gone: bool
     snapshot: Snapshot
     refs: Mapping[bytes, bytes]
@@ -120,7 +119,7 @@ class SharedJournal(Journal):
         for number, _ in self.backend.sessions.all():
             with suppress(UnknownSession):  # it was removed meanwhile
                 known = self.shared.look(number)
-                seen[number] = Seen(known.version, known.removals, known.gone, known.snapshot(), dict(known.refs))
+                seen[number] = Seen(known.version, known.gone, known.snapshot(), dict(known.refs))
         return seen
 
     def _within(self, columns: Columns, number: int) -> Columns:

@@ -19,10 +19,10 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from sessiontree.backends.shared import Backend, Blobs, Change, Look, NewNode, NewSession, NodeRow, Removal
 from sessiontree.errors import Unsupported
+from sessiontree.testing.together import in_threads
 from tests.backend_histories import Histories, Plain
 from tests.backend_processes import SPAWN, Processes, appended, created, drawn, write_until_killed
 from tests.backend_writing import Connect, commit, looked, made, merged, node, nodes, noise, row_of, since_of
-from tests.threads import in_threads
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
 MEGABYTE = 2**20

@@ -22,10 +22,10 @@ from sessiontree.backends.blob_features import _ATTEMPTS, BlobFeatures
 from sessiontree.backends.blobs import FeatureFolder, file_name
 from sessiontree.backends.shared import Blobs
 from sessiontree.features import FeatureArray, FeatureStore
+from sessiontree.testing.together import in_threads
 from tests.blob_places import KINDS, DictBlobs, Place, bucket_server, connect, new_place
 from tests.bucket_server import BucketServer
 from tests.test_features import item, pixels
-from tests.threads import in_threads
 from tests.toy import a_turn, grow, toy_scheme
 
 DAY = 86_400.0

@@ -20,10 +20,10 @@ from sessiontree.backends import buckets, postgres, postgres_blobs
 from sessiontree.backends.buckets import BucketBlobs
 from sessiontree.backends.postgres_blobs import PIECE, DatabaseBlobs
 from sessiontree.backends.shared import Blobs
+from sessiontree.testing.together import in_threads
 from tests.blob_places import KINDS, DictBlobs, Place, bucket_server, connect, empty_tables, new_place
 from tests.bucket_server import BucketServer, Fault
 from tests.postgres_server import Server
-from tests.threads import in_threads
 
 DATA = bytes(range(256)) * 10
 

@@ -59,6 +59,7 @@ from sessiontree.backends.bundle_file import BundleWriter
 from sessiontree.backends.system import System
 from sessiontree.bundles import HeadKept, export_bundle, import_bundle, open_bundle
 from sessiontree.positions import scheme
+from sessiontree.testing.together import in_threads
 from tests.disk import Disk, mutated
 from tests.disk_model import (
     DURABILITIES,
@@ -92,7 +93,6 @@ from tests.test_store_disk import (
     say,
     text_session,
 )
-from tests.threads import in_threads
 from tests.toy import a_turn, toy_scheme
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"

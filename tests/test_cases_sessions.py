@@ -58,8 +58,8 @@ from sessiontree import (
 )
 from sessiontree.placeholders import compact, expand
 from sessiontree.positions import scheme
+from sessiontree.testing.together import in_threads
 from tests.reference import RULES, Segment
-from tests.threads import in_threads
 from tests.toy import (
     A_IDS,
     A_TABLE,

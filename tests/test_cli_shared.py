@@ -19,11 +19,11 @@ from sessiontree.backends.shared import Backend
 from sessiontree.cli import source
 from sessiontree.copying import copy_sessions, session_digest
 from sessiontree.fsck import Report, fsck_shared, stats, stats_shared
+from sessiontree.testing.together import in_threads
 from tests.command_line import json_of, run, text_of
 from tests.disk_model import all_seen
 from tests.test_copying import SOAK, Killing, chats, check_chats, killing
 from tests.test_store_disk import say, text_session
-from tests.threads import in_threads
 
 PASSWORD = "hunter2"
 SQLITE = f"postgresql://somebody:{PASSWORD}@nowhere/shared?password={PASSWORD}"

@@ -14,10 +14,10 @@ import pytest
 
 from sessiontree import HeadMoved, Node, Session, SessionStore
 from sessiontree.journal import SessionNodes
+from sessiontree.testing.together import in_threads
 from sessiontree.tokens import Extent
 from tests.disk import Disk
 from tests.disk_model import open_on
-from tests.threads import in_threads
 
 STORES: dict[str, Callable[[], SessionStore]] = {
     "memory": SessionStore.in_memory,

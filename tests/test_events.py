@@ -42,10 +42,10 @@ from sessiontree import session as session_module
 from sessiontree.bundles import export_bundle, import_bundle
 from sessiontree.events import KINDS, Event, Feed, Kind, Subscription
 from sessiontree.journal import Durability
+from sessiontree.testing.together import in_threads
 from tests.disk import Disk
 from tests.disk_model import AT, DURABILITIES, Stalled, fail, let_go, open_on
 from tests.test_robustness import coming_in, forked
-from tests.threads import in_threads
 
 durabilities = pytest.mark.parametrize("durability", DURABILITIES)
 

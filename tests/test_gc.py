@@ -45,6 +45,7 @@ from sessiontree import (
 from sessiontree.backends import frames, scan, segment_log
 from sessiontree.fsck import fsck, salvage
 from sessiontree.journal import Durability
+from sessiontree.testing.together import in_threads
 from tests import toy
 from tests.disk import Disk
 from tests.disk_model import (
@@ -62,7 +63,6 @@ from tests.disk_model import (
 from tests.test_robustness import coming_in, forked
 from tests.test_segment_log import Interrupt
 from tests.test_store_disk import ROOT, an_image, answer, append, blob_files, in_process, pixels, say, text_session
-from tests.threads import in_threads
 from tests.toy import VE, VS, a_turn, toy_scheme, turn
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"

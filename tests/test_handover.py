@@ -47,8 +47,8 @@ from sessiontree.aio import AsyncStore
 from sessiontree.bundles import export_bundle, open_bundle
 from sessiontree.digest import pack, root_id
 from sessiontree.handover import unpacked
+from sessiontree.testing.together import in_threads
 from tests.reference import Segment
-from tests.threads import in_threads
 from tests.toy import (
     a_turn,
     check,

@@ -18,10 +18,10 @@ import pytest
 
 from sessiontree import Head, HeadMoved, KeyTaken, NameTaken, Node, Session, SessionStore, SessionTree, StoreFailed, UnknownHead
 from sessiontree.heads import UNSET
+from sessiontree.testing.together import in_threads
 from tests.disk import Disk
 from tests.disk_model import Stalled, fail, open_on
 from tests.linearizability import NEVER, Call, NotLinearizable, Recorder, check
-from tests.threads import in_threads
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
 STORES: dict[str, Callable[[], SessionStore]] = {

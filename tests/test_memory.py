@@ -38,10 +38,10 @@ from sessiontree import (
     memory,
     stored,
 )
+from sessiontree.testing.together import in_threads
 from tests.disk import Disk, Fault
 from tests.disk_model import open_on
 from tests.test_segment_log import Interrupt
-from tests.threads import in_threads
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
 SIZE = 1500 if SOAK else 500

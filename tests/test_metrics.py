@@ -21,9 +21,9 @@ from sessiontree import MediaItem, NeedsExtra, Session, SessionStore, StoreClose
 from sessiontree.events import Event
 from sessiontree.journal import Durability
 from sessiontree.metrics import BUCKETS, StoreMetrics
+from sessiontree.testing.together import in_threads
 from tests.disk import Disk
 from tests.disk_model import Stalled, fail, let_go, open_on
-from tests.threads import in_threads
 
 Samples = dict[tuple[str, tuple[str, ...]], float]
 

@@ -39,12 +39,12 @@ from sessiontree import (
 )
 from sessiontree.placeholders import pad_values
 from sessiontree.positions import MODES, Mode
+from sessiontree.testing.together import in_threads
 from tests.histories import random_cuts, split, without_leading_empties
 from tests.rope_oracle import RANDOMS
 from tests.sglang_engine import engine as sglang_module
 from tests.sglang_engine import needs_sglang
 from tests.test_positions_families import FRAME_NAMES, NAMES, PARAMS, decoded, drawn, item, made, scheme_of
-from tests.threads import in_threads
 from tests.toy import IMG, image, new_session, reply, turn
 from tests.toy import grow as grow_toy
 from tests.vllm_engine import load as vllm_module

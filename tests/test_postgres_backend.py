@@ -44,11 +44,11 @@ from sessiontree.backends.postgres_statements import (
 )
 from sessiontree.backends.postgres_writer import Writer
 from sessiontree.backends.shared import Backend, Change, Look, NewNode, NewSession, NodeRow, Removal
+from sessiontree.testing.together import in_threads
 from tests.backend_contract import BackendContract
 from tests.backend_writing import Connect
 from tests.postgres_proxy import Proxy, Side
 from tests.postgres_server import Server, account, free_port, remove, run
-from tests.threads import in_threads
 
 ROOT: Final = Path(__file__).parent.parent
 SHORT: Final = 1.5  # seconds that something is tried where it is to fail

@@ -21,11 +21,11 @@ import sqlite_backend
 
 from sessiontree import CorruptTree, Head, SessionStore
 from sessiontree.backends.shared import Backend, Change, Sessions
+from sessiontree.testing.together import in_threads
 from tests.client_histories import MAKING, History, Operation, operations
 from tests.linearizability import NEVER
 from tests.postgres_clients import ROOTS, Client, rules
 from tests.postgres_server import ROOT, Server
-from tests.threads import in_threads
 
 CLIENTS = 8
 PATIENCE = 120  # seconds that a client may take for its last call, on whatever machine

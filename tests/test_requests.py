@@ -45,7 +45,7 @@ from sessiontree import (
     UnknownSession,
     extend_drafts,
 )
-from tests.threads import in_threads
+from sessiontree.testing.together import in_threads
 from tests.toy import (
     A_IDS,
     a_turn,

@@ -63,6 +63,7 @@ from sessiontree import (
 from sessiontree.backends import blobs, segment_log
 from sessiontree.bundles import export_bundle, import_bundle, open_bundle
 from sessiontree.journal import Durability, prefix_of
+from sessiontree.testing.together import in_threads
 from tests import toy
 from tests.disk import Disk
 from tests.disk_model import (
@@ -84,7 +85,6 @@ from tests.disk_model import (
 )
 from tests.reference import Segment
 from tests.test_robustness import alarms, bounded, coming_in, forked, interrupted
-from tests.threads import in_threads
 from tests.toy import IMG, VE, VS, a_turn, media, toy_scheme, turn
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"

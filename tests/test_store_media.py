@@ -38,8 +38,8 @@ from sessiontree import (
     StoreClosed,
 )
 from sessiontree.features import OVERHEAD_BYTES
+from sessiontree.testing.together import in_threads
 from tests.reference import Segment
-from tests.threads import in_threads
 from tests.toy import (
     A_TABLE,
     IMG,

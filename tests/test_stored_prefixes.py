@@ -31,6 +31,7 @@ from sessiontree import (
     stored_prefixes,
 )
 from sessiontree.bundles import export_bundle, open_bundle
+from sessiontree.testing.together import in_threads
 from sessiontree.tokens import TOKEN_BYTES, token_bytes
 from tests.conftest import SOAK
 from tests.disk import Disk
@@ -55,7 +56,6 @@ from tests.test_prefixes import (
 )
 from tests.test_robustness import coming_in, interrupted
 from tests.test_store_disk import log_of, records_of
-from tests.threads import in_threads
 from tests.toy import toy_scheme
 
 

@@ -85,12 +85,12 @@ def _spent(refs: Mapping[bytes, bytes], hidden: tuple[int, ...], gone: bool) -> 
 def _remove(journal: SharedJournal, removals: list[Removal], forks: dict[int, int], progress: Progress | None) -> tuple[int, int]:
     """How many nodes went, and how many removals were refused."""
     removed = refused = 0
+    forked = Counter(forks.values())
     for done, removal in enumerate(removals, 1):
-        forked = Counter(forks.values())[removal.session] if forks else 0
-        if journal.backend.sessions.remove(removal._replace(forks=forked)):
+        if journal.backend.sessions.remove(removal._replace(forks=forked[removal.session])):
             removed += len(removal.ordinals)
-            if removal.whole:
-                forks.pop(removal.session, None)
+            if removal.whole and removal.session in forks:
+                forked[forks[removal.session]] -= 1
         else:
             refused += 1
         if progress is not None:

@@ -65,6 +65,7 @@ __all__ = ["Session", "SessionStore"]
 _logger = logging.getLogger(__name__)
 
 MAX_SESSION_ID: Final = 512
+_URLS: Final = ("postgresql://", "postgres://")
 _ALONE: Final = 4  # references to a session that the store holds, and looks at; whoever holds more of them has it awake
 _AT_ONCE: Final = 256  # sessions that gc looks at before others can be opened, and evict before it asks what is held
 
@@ -208,7 +209,7 @@ class SessionStore:
             draft_ttl=draft_ttl,
             memory_bytes=memory_bytes,
         )
-        if isinstance(path, str) and path.startswith(("postgresql://", "postgres://")):
+        if isinstance(path, str) and path.startswith(_URLS):
             raise Unsupported("open() takes a directory; a URL is for connect()")
         path = os.path.abspath(path)
         store._journal = Journal.open(
@@ -1087,7 +1088,7 @@ def _check_expected(session: Session, scheme: PositionScheme | str | None, model
 
 def backend_at(url: str, *, tenant: str | None, replica: str | None, blobs: str | None, read_only: bool) -> Backend:
     """The backend of a URL. Raises Unsupported."""
-    if not url.startswith(("postgresql://", "postgres://")):
+    if not url.startswith(_URLS):
         told = "what was given" if "=" in url or "@" in url else repr(url)  # there may be a password
         shown = f"{url.partition('://')[0]}://..." if "://" in url else told
         raise Unsupported(f"a store is connected to by a postgresql:// URL or a Backend, not {shown}; a directory is for open()")

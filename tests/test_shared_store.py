@@ -477,6 +477,18 @@ def test_a_pin_elsewhere_holds(place: Place) -> None:
     assert there.pins == frozenset()
 
 
+def test_forks_of_forks_that_are_all_gone_go_at_once(place: Place) -> None:
+    store = place.store()
+    session = store.create("0", scheme=SCHEME)
+    for number in range(1, 7):
+        session = store.fork(session, session.append(session.leaves()[-1], [number]), str(number))
+        session.append(session.leaves()[-1], [100 + number])
+    for session_id in store.sessions():
+        store.drop(session_id)
+    assert store.gc().nodes_after == 0
+    assert place.backend().sessions.all() == []
+
+
 def test_gc_leaves_rows_of_what_can_be_reached_alone(place: Place) -> None:
     one, two = place.store(), place.store()
     session = one.create("s", scheme=SCHEME)

@@ -155,6 +155,13 @@ class NodeSource(Protocol):
     def find_key(self, parent: int, key: str) -> Sequence[int]:
         """Ordinals of the children of ``parent`` that may have this key."""
 
+    @property
+    def annotated(self) -> bool:
+        """Whether anything is said of any node here, or of one of the path it lies over."""
+
+    def annotations(self, ordinals: Sequence[int], name: str | None) -> Iterator[Any]:
+        """What is said of nodes, in the order in which it was said; ``name``: by that one alone. Raises CorruptTree."""
+
 
 class StoredIndex(NodeIndex):
     """The nodes of ``source`` below the root, or below the path of ``tip`` in a forked session. Never written to.

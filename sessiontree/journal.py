@@ -418,10 +418,12 @@ class SessionNodes:
     def annotated(self) -> bool:
         return bool(len(self._columns.places(codec.ANNOTATION, self.number)))
 
-    def annotations(self, ordinals: Sequence[int], name: str | None) -> Iterator[codec.AnnotationRecord]:
-        places, by_ordinal = self._sorted_annotations()
-        starts, stops = (by_ordinal.searchsorted(ordinals, side) for side in ("left", "right"))
-        found = np.concatenate([places[start:stop] for start, stop in zip(starts, stops, strict=True)] or [places[:0]])
+    def annotations(self, ordinals: Sequence[int] | None, name: str | None) -> Iterator[codec.AnnotationRecord]:
+        found, by_ordinal = self._sorted_annotations()
+        if ordinals is not None:
+            wanted = np.array(ordinals, np.uint32)
+            starts, stops = (by_ordinal.searchsorted(wanted, side) for side in ("left", "right"))
+            found = np.concatenate([found[:0], *(found[start:stop] for start, stop in zip(starts, stops, strict=True))])
         if name is not None:
             found = np.array(self._columns.named(found, codec.name_digest(name)), np.int64)
         rows = self._columns.entries[found]
@@ -429,10 +431,7 @@ class SessionNodes:
         for known in rows:
             try:
                 record = codec.decode(next(records))
-                if not isinstance(record, codec.AnnotationRecord) or (record.session, record.ordinal) != (
-                    self.number,
-                    known["ordinal"],
-                ):
+                if not isinstance(record, codec.AnnotationRecord) or record[:2] != (self.number, known["ordinal"]):
                     raise CorruptTree("it is that of something else")
             except CorruptTree as error:
                 raise self._named(error, int(known["ordinal"]), known, "an annotation of ") from error

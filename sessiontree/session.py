@@ -245,6 +245,10 @@ class Session:
         """What is said of a node, by name. See :meth:`SessionTree.annotations`."""
         return self._tree.annotations(node)
 
+    def annotation(self, node: Node | bytes, name: str) -> Annotation | None:
+        """What is said of a node by one name; None where that is nothing. See :meth:`SessionTree.annotations`."""
+        return self._tree.annotation(node, name)
+
     def token_values(self, node: Node | bytes, name: str, start: int = 0, stop: int | None = None) -> TokenWindow:
         """The rows of an annotation along a node's path. See :meth:`SessionTree.token_values`."""
         return self._tree.token_values(node, name, start, stop)

@@ -385,9 +385,7 @@ def test_loss_masks_and_named_weights() -> None:
     prompt, first = leaf.path()[1:3]
     session.annotate(prompt, {LOSS_MASK: TokenValues([True], 8)})
     session.annotate(first, {LOSS_MASK: TokenValues([0, 1], 1), "loss_weight/kl": np.array([1, 2, 3], np.float32)})
-    session.annotate(
-        leaf, {LOSS_WEIGHT: TokenValues([0.25], 1), ADVANTAGE: -2.0, LOGPROBS: np.array([-1, -2], np.float32)}
-    )
+    session.annotate(leaf, {LOSS_WEIGHT: TokenValues([0.25], 1), ADVANTAGE: -2.0, LOGPROBS: np.array([-1, -2], np.float32)})
     (pack,) = pack_tree([leaf], annotations=session)
     assert pack.input_ids[pack.edges.target].tolist() == [3, 20, 22, 50, 51]
     assert pack.edges.weight.tolist() == [1, 1, 1, 1, 0.25]

@@ -174,10 +174,11 @@ def pack_tree(
     """Pack the paths of some nodes, each token once.
 
     ``leaves``: a Session or SessionTree, whose leaves they are; a Node, for all that is below it; or Nodes or Rollouts, each a
-    path, of any number of sessions. ``token_budget``: the most tokens of a pack; what does not fit goes on in another, which repeats the
-    path above. Cuts are where nodes end. ``block_size``: of the block masks. ``annotations``: where they are read, a Session or
-    SessionTree, or a function that gives one for a node; needed for Nodes alone. ``weighting``, ``factors``: what a trained token
-    counts, see :mod:`engine_bridge.loss_weights`; factors such as ("loss_weight", "advantage"). ``dtype``: of weights.
+    path, of any number of sessions. ``token_budget``: the most tokens of a pack; what does not fit goes on in another, which
+    repeats the path above. Cuts are where nodes end. ``block_size``: of the block masks. ``annotations``: where they are read, a
+    Session or SessionTree, or a function that gives one for a node; needed for Nodes alone. ``weighting``, ``factors``: what a
+    trained token counts, see :mod:`engine_bridge.loss_weights`; factors such as ("loss_weight", "advantage"). ``dtype``: of
+    weights.
 
     The first token of a path follows no other, so nothing predicts it, and no edge leads to it.
 

@@ -65,12 +65,22 @@ class Said:
         return self.of(node, TRAIN) is False
 
     def mask(self, node: Node) -> bool | NDArray[np.bool_]:
-        """Which of a node's tokens are trained on: all, none, or (its tokens,)."""
+        """Which of a node's tokens are trained on: all, none, or (its tokens,). Not the first of a path: nothing predicts it."""
         sampled = node.origin == "generated"
-        if self.of(node, LOSS_MASK) is None:
+        if self.of(node, LOSS_MASK) is None and (node.start or not sampled):
             return sampled
-        values, known = self.values(node, LOSS_MASK, 0, len(node))
-        return np.where(known, values != 0, sampled)
+        values, known = self.numbers(node, LOSS_MASK, 0, len(node))
+        mask = np.where(known, values != 0, sampled)
+        if not node.start:
+            mask[:1] = False
+        return mask
+
+    def numbers(self, node: Node, name: str, start: int, stop: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """As :meth:`values`, one number a token. Raises Unsupported."""
+        values, known = self.values(node, name, start, stop)
+        if values.ndim != 1:
+            raise Unsupported(f"{name!r} of {node!r} has rows of {values.shape[1:]}, no number for each token", node=node)
+        return values, known
 
     def values(self, node: Node, name: str, start: int, stop: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         """(values, known) of a node's tokens ``[start, stop)``, relative to it. A scalar is every token's. Raises Unsupported."""
@@ -239,9 +249,7 @@ def _multiply(base: NDArray[np.float64], trained: NDArray[np.bool_], forest: For
     for at, stop, (node, start, end, _) in zip(forest.starts.tolist(), forest.stops.tolist(), forest.segments, strict=True):
         if optional and said.of(node, name) is None:
             continue
-        values, known = said.values(node, name, start - node.start, end - node.start)
-        if values.ndim != 1:
-            raise Unsupported(f"{name!r} of {node!r} has rows of {values.shape[1:]}, no number for each token", node=node)
+        values, known = said.numbers(node, name, start - node.start, end - node.start)
         if not optional and not known[trained[at:stop]].all():
             raise Unsupported(f"{node!r} has tokens to train on and no {name!r} for all of them", node=node)
         base[at:stop] *= np.where(known, values, 1)

@@ -180,7 +180,7 @@ def pack_tree(
     trained token counts, see :mod:`engine_bridge.loss_weights`; factors such as ("loss_weight", "advantage"). ``dtype``: of
     weights.
 
-    The first token of a path follows no other, so nothing predicts it, and no edge leads to it.
+    The first token of a path follows no other: nothing predicts it, and it is not trained.
 
     Raises LimitExceeded where a path up to the end of one of its nodes takes more than ``token_budget``; MediaSpanError where one
     ends inside an item; Unsupported for two models' paths, an unknown weighting, and annotations that say nothing, or nothing that
@@ -298,7 +298,7 @@ def _pack(
     segments = part.forest.segments
     parent, tok_end = part.parent(), part.tok_end()
     owned = slice(part.start, part.stop)
-    chosen = np.flatnonzero(weights.trained[owned] & (parent[part.num_context :] >= 0))
+    chosen = np.flatnonzero(weights.trained[owned])
     target = chosen + part.num_context
     numbering: dict[bytes, int] = {}
     nodes: list[Node] = []

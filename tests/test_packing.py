@@ -417,6 +417,16 @@ def test_loss_masks_and_named_weights() -> None:
         pack_tree([leaf, other], annotations=session)[0].token_values("routed_experts")
 
 
+def test_the_first_token_of_a_path_is_not_trained() -> None:
+    session = new_session()
+    leaf = decode(session, session.root, [5, 6, 7])
+    given: Any = {"weighting": "per_branch_mean", "dtype": torch.float64}
+    assert pack_tree([leaf], **given)[0].edges.target.tolist() == [1, 2]
+    assert pack_rows([leaf], **given).weights.tolist() == [[0.5, 0.5, 0]]
+    session.annotate(leaf, {LOSS_MASK: True})
+    assert pack_tree([leaf], annotations=session, **given)[0].edges.weight.tolist() == [0.5, 0.5]
+
+
 def test_splits_repeat_the_path_above() -> None:
     _, leaves = branched()
     packs = pack_tree(leaves, token_budget=16)

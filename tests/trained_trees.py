@@ -150,7 +150,8 @@ class Walk:
                 if key in self.trained:
                     continue
                 mask = _at(said, LOSS_MASK, at)
-                self.trained[key] = node.origin == "generated" if mask is None else bool(mask)
+                sampled = node.origin == "generated" if mask is None else bool(mask)
+                self.trained[key] = sampled and node.start + at > 0
                 weight = float(self.trained[key])
                 for name in factors:
                     value = _at(said, name, at)
@@ -177,11 +178,11 @@ class Walk:
         return found
 
     def weights(self, weighting: Any) -> dict[TokenKey, float]:
-        """What a token counts in all rows together, of those that are trained and stand behind another."""
+        """What a token counts in all rows together, of those that are trained."""
         sums: dict[TokenKey, float] = defaultdict(float)
         for row, weights in zip(self.rows, self.row_weights(weighting), strict=True):
-            for at, (key, weight) in enumerate(zip(self.keys(row), weights, strict=True)):
-                if at and self.trained[key]:
+            for key, weight in zip(self.keys(row), weights, strict=True):
+                if self.trained[key]:
                     sums[key] += weight
         return dict(sums)
 

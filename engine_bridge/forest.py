@@ -7,7 +7,7 @@ take; segments are few, tokens many, and only NumPy walks the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import attrs
@@ -18,6 +18,9 @@ from sessiontree import Node, Unsupported
 from sessiontree.node import positions_in, refuse_inside_item
 from sessiontree.positions import Mode, PositionScheme
 from sessiontree.positions.runs import Piece, write
+
+#: Another node of the tree that a node is of, by its id; None where it is not known.
+Find = Callable[[Node, bytes], Node | None]
 
 
 class Segment(NamedTuple):
@@ -46,15 +49,18 @@ class Forest:
     subtree_ends: NDArray[np.int64]
 
     @classmethod
-    def of(cls, rows: Sequence[Node], mode: Mode) -> Forest:
-        """The paths of some nodes. Raises MediaSpanError for one that ends inside an item, Unsupported for two models' paths."""
+    def of(cls, rows: Sequence[Node], mode: Mode, find: Find) -> Forest:
+        """The paths of some nodes; ``find`` gives nodes that are on none of them.
+
+        Raises MediaSpanError for one that ends inside an item, Unsupported for two models' paths.
+        """
         for row in rows:
             if row.scheme != rows[0].scheme:
                 raise Unsupported(
                     f"{rows[0]!r} and {row!r} are of two schemes or their parameters; a pack is for one model", node=row
                 )
             refuse_inside_item(row, row, "a model takes an item whole")
-        segments, ends = _laid_out(rows, mode)
+        segments, ends = _laid_out(rows, mode, find)
         lengths = np.array([stop - start for _, start, stop, _ in segments], np.int64)
         stops = lengths.cumsum()
         subtree_ends = stops.tolist()
@@ -106,13 +112,13 @@ def model_dtype(scheme: PositionScheme) -> type[np.int64 | np.float32]:
     return np.int64 if scheme.dtype.kind == "i" else np.float32
 
 
-def _laid_out(rows: Iterable[Node], mode: Mode) -> tuple[list[Segment], dict[bytes, int]]:
+def _laid_out(rows: Iterable[Node], mode: Mode, find: Find) -> tuple[list[Segment], dict[bytes, int]]:
     """The segments of some paths, and by node the segment that it ends with."""
     roots, children = _union(rows)
     segments: list[Segment] = []
     ends: dict[bytes, int] = {}
     # What is still to come: a group of nodes with the first tokens alike, from a path index and behind a segment.
-    stack = [(group, 0, -1) for group in reversed(_groups(roots, mode))]
+    stack = [(group, 0, -1) for group in reversed(_groups(roots, mode, find))]
     while stack:
         group, start, before = stack.pop()
         stop = group[-1].stop
@@ -124,7 +130,7 @@ def _laid_out(rows: Iterable[Node], mode: Mode) -> tuple[list[Segment], dict[byt
             node = group.pop()
             ends[node.id] = before
             below += children[node.id]
-        stack += [(branch, stop, before) for branch in reversed(_groups(below, mode))]
+        stack += [(branch, stop, before) for branch in reversed(_groups(below, mode, find))]
         if group:
             stack.append((group, stop, before))
     return segments, ends
@@ -148,17 +154,14 @@ def _union(rows: Iterable[Node]) -> tuple[list[Node], Mapping[bytes, list[Node]]
     return roots, children
 
 
-def _groups(nodes: list[Node], mode: Mode) -> list[list[Node]]:
+def _groups(nodes: list[Node], mode: Mode, find: Find) -> list[list[Node]]:
     """Nodes behind the same token, those together of which one is the first tokens of the other: the longest first."""
-    whole = {node.id: link.node_id for node in nodes for link in node.links if link.kind == "prefix_of"}
-    if not whole:
+    if not any(node.links for node in nodes):
         return [[node] for node in nodes]
+    here = {node.id: node for node in nodes}
     groups: dict[bytes, list[Node]] = {}
     for node in nodes:
-        key = node.id
-        while key in whole:
-            key = whole[key]
-        groups.setdefault(key, []).append(node)
+        groups.setdefault(_whole_id(node, here, find), []).append(node)
     found = []
     for group in groups.values():
         longest = max(group, key=len)
@@ -166,6 +169,16 @@ def _groups(nodes: list[Node], mode: Mode) -> list[list[Node]]:
         found.append(sorted(alike, key=len, reverse=True))
         found += [[node] for node in group if node not in alike]
     return found
+
+
+def _whole_id(node: Node, here: Mapping[bytes, Node], find: Find) -> bytes:
+    """Of the node that it was cut of, or that was cut of, as far as nodes are found."""
+    while link := next((link for link in node.links if link.kind == "prefix_of"), None):
+        whole = here.get(link.node_id) or find(node, link.node_id)
+        if whole is None:
+            return link.node_id
+        node = whole
+    return node.id
 
 
 def _begins(longest: Node, node: Node, mode: Mode) -> bool:

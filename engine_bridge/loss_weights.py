@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from engine_bridge.forest import Forest
-from sessiontree import Node, OutOfRange, Session, SessionTree, Unsupported
+from sessiontree import Node, OutOfRange, Session, SessionTree, UnknownNode, Unsupported
 from sessiontree.annotations import LOSS_MASK, LOSS_WEIGHT, TRAIN, Annotation, Spans, TokenValues
 from sessiontree.positions import Mode
 from sessiontree.rollouts import Rollout
@@ -34,6 +34,9 @@ class Annotated(Protocol):
 
     def annotation(self, node: Node, name: str, /) -> Annotation | None:
         """What is said of a node by a name, of its tokens also by the node that it is a prefix of; None where that is nothing."""
+
+    def node(self, node_id: bytes, /) -> Node:
+        """The node of an id. Raises UnknownNode."""
 
 
 #: A Session or SessionTree, or a function that gives one for a node, where paths are of several.
@@ -59,6 +62,16 @@ class Said:
         if key not in self._known:
             self._known[key] = (self._source if self._one else self._source(node)).annotation(node, name)
         return self._known[key]
+
+    def find(self, beside: Node, node_id: bytes) -> Node | None:
+        """Another node of the tree that ``beside`` is of; None where it is not there, or no tree was given."""
+        if self._source is None:
+            return None
+        try:
+            found: Node = (self._source if self._one else self._source(beside)).node(node_id)
+        except UnknownNode:
+            return None
+        return found
 
     def rejected(self, node: Node) -> bool:
         """Whether the node itself is never to be trained on."""
@@ -312,5 +325,5 @@ def planned(
     """What packs and rows are made from. Raises as its parts."""
     nodes, annotations = leaves_of(leaves, annotations)
     said = Said(annotations)
-    forest = Forest.of(trained_rows(nodes, said), mode)
+    forest = Forest.of(trained_rows(nodes, said), mode, said.find)
     return said, LossWeights.of(forest, said, weighting, factors)

@@ -49,7 +49,7 @@ class PackedSpan(NamedTuple):
 
 @attrs.frozen(eq=False)
 class TreePack:
-    """Paths packed into T tokens, depth first. Tensors are on the device that was asked for, and the caller's own.
+    """Paths packed into T tokens, depth first. Tensors are on the device that was asked for; masks read ``tok_end``.
 
     ``input_ids``: (T,) int64. ``position_ids``: (num_axes, T) int64, float32 where engines take floats. ``tok_end``: (T,) int32,
     where each token's subtree ends: token q sees token k if ``k <= q < tok_end[k]``. ``parent``: (T,) int32, the token before it on
@@ -321,7 +321,7 @@ def _pack(
     return TreePack(
         tensor(part.of(ids)),
         tensor(part.of(positions)),
-        tensor(tok_end.copy()),
+        tensor(tok_end),
         tensor(parent),
         tensor(np.repeat(np.array(node_ids, np.int32), part.lengths)),
         tuple(nodes),

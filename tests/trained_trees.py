@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
 from sessiontree import MediaItem, MediaSpanError, Node, Session, SessionStore
 from sessiontree.annotations import ADVANTAGE, LOSS_MASK, LOSS_WEIGHT, TRAIN, TokenValues
@@ -27,6 +28,8 @@ OMNI = {
     "audio_start_token_id": AUDIO_START,
     "position_id_per_seconds": 25,
 }
+#: Any tree is as likely as any other: those that hypothesis would draw by itself are nearly all small.
+SEEDED = st.integers(0, 2**64).map(random.Random)
 #: What identifies a token that was written once: the node that has it first, and its place there.
 TokenKey = tuple[bytes, int]
 

@@ -28,7 +28,7 @@ from schemathesis.core.result import Ok
 from schemathesis.specs.openapi.checks import ignored_auth, positive_data_acceptance
 
 from tests.mini_client import GREEDY, IMAGE_PAD, Client, Talk, data_url, picture, png, shown
-from tests.mini_server import Server
+from tests.mini_server import ForkedServer, Server
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
 KEYS = {"acme": "key-of-acme", "other": "key-of-other"}
@@ -39,7 +39,7 @@ SHORT = {"temperature": 0, "max_new_tokens": 2}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("hostile") / "store", "--model", MODEL, "--admin-key", ADMIN, keys=KEYS) as running:
+    with ForkedServer(tmp_path_factory.mktemp("hostile") / "store", "--model", MODEL, "--admin-key", ADMIN, keys=KEYS) as running:
         yield running
         running.stop()
         assert "Traceback" not in running.log.read_text()

@@ -1,7 +1,7 @@
 """The mini scheduler as a process of its own: started on a port of the loopback, stopped, killed, started again on its store.
 
-A start by the command takes five seconds of a core, nearly all of them for imports. So most tests fork their servers from a process that
-has done them; the tests of the README run the command.
+A start by the command takes seconds of a core, nearly all of them for imports. So most tests fork their servers from a process
+that has done them; the tests of the README run the command.
 """
 
 from __future__ import annotations

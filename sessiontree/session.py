@@ -62,6 +62,7 @@ from sessiontree.turns import Turn, plan_turn
 __all__ = ["Session"]
 
 T = TypeVar("T")
+HeadMove = tuple[str, Any]  # a head's name, and what is expected there
 Tell = Callable[[str, int, SessionTree, SessionTree, frozenset[str], news.Drafts], Batch]
 
 #: What a session takes beside its nodes and what finds them: measured, as everything that is made with one.
@@ -409,11 +410,10 @@ class Session:
     def _attach_at(self, head: str, expected: Any, parent: Node, turn: Turn, details: Details, reserved: int = 0) -> Node:
         """Make a node and move a head to it, in one."""
 
-        def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
-            tree, node = self._attached(parent, turn, details, reserved, tree)
-            return tree.set_head(head, node, expected)[0], node
-
-        return self._swap(attach)
+        journal, move = self._store._journal, (checked_text(head, "a head's name"), expected)
+        if journal is None:
+            return self._swap(partial(self._attached, parent, turn, details, reserved, move))
+        return self._attach_on_disk(journal, parent, turn, details, reserved, move)
 
     def _close_draft(self, draft: Draft, how: HowClosed) -> None:
         if how == "committed" and self._feed.meter is None:  # nobody is told of that
@@ -534,22 +534,27 @@ class Session:
         feed.pass_on()
         return node
 
-    def _attach_on_disk(self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int) -> Node:
+    def _attach_on_disk(
+        self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int, move: HeadMove | None = None
+    ) -> Node:
         if journal.waits:
             check_may_wait(journal)
-        made = self._attach_at_rest(journal, parent, turn, details, reserved)
-        attached = partial(self._attached, parent, turn, details, reserved)
+        made = self._attach_at_rest(journal, parent, turn, details, reserved, move)
+        attached = partial(self._attached, parent, turn, details, reserved, move)
         if made is None:
             return self._swap_durably(journal, attached)
         self._see_through(journal, made[1], attached)
         return made[0]
 
-    def _attached(self, parent: Node, turn: Turn, details: Details, reserved: int, tree: SessionTree) -> tuple[SessionTree, Node]:
+    def _attached(
+        self, parent: Node, turn: Turn, details: Details, reserved: int, move: HeadMove | None, tree: SessionTree
+    ) -> tuple[SessionTree, Node]:
         self._check_there(tree, parent)
-        return tree._attach_alone(parent, turn, details, None, reserved, True)
+        tree, node = tree._attach_alone(parent, turn, details, None, reserved, True)
+        return tree if move is None else tree.set_head(move[0], node, move[1])[0], node
 
     def _attach_at_rest(
-        self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int
+        self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int, move: HeadMove | None
     ) -> tuple[Node, int] | None:
         """As :meth:`_swap_durably`, without its calls, up to the number to wait for.
 
@@ -565,16 +570,21 @@ class Session:
                 if self._dropped:
                     self._check_there(before, parent)
                 after, node = before._attach_alone(parent, turn, details, None, reserved, True)
+                if after is before:
+                    return None
+                if move is not None:
+                    after, _ = after.set_head(move[0], node, move[1])
             except SessionTreeError:
                 if journal.many_write:
                     return None
                 raise
-            if after is before or self._written is not before:
+            if self._written is not before:
                 return None
             self._written = after
             assert self._number is not None
             try:
-                waiting = journal.attached(self._number, before, node, turn, details, self._waiting, told)
+                head = None if move is None else (move[0], after._moves)
+                waiting = journal.attached(self._number, before, node, turn, details, self._waiting, told, head)
             except (Overtaken, WriteLost):  # something was left untold, came in between, or was lost
                 return None
             except SessionTreeError:  # as there

@@ -41,8 +41,7 @@ class Statement(NamedTuple):
 
 
 _MOVED: Final = """moved AS (
-    UPDATE sessiontree.writers w
-    SET batch = $2, moved = now(), outcome = coalesce((SELECT string_agg(h.number::text, ' ') FROM held h), '')
+    UPDATE sessiontree.writers w SET batch = $2, moved = now(), outcome = coalesce((SELECT {} FROM held h), '')
     WHERE w.writer = $1 AND w.batch = $2 - 1
     RETURNING w.outcome
 )
@@ -67,7 +66,7 @@ WITH held AS (
     INSERT INTO sessiontree.refs (session, version, tenant, name, record)
     SELECT h.number, h.version, h.tenant, $13, $14 FROM held h WHERE $13 IS NOT NULL
     {_UPSERT}
-), {_MOVED}""",
+), {_MOVED.format("h.number::text")}""",
     (_UUID, _INT8, _INT8, _INT8, _INT8, _INT4, _INT4, _INT4, _INT8, _BYTEA, _BYTEA, _BYTEA, _BYTEA, _BYTEA),
 )
 
@@ -96,7 +95,7 @@ WITH changes AS MATERIALIZED (
     SELECT h.number, h.version, h.tenant, r.name, r.record FROM unnest($14, $15, $16) AS r(session, name, record)
     JOIN held h ON h.number = r.session
     {_UPSERT}
-), {_MOVED}""",
+), {_MOVED.format("string_agg(h.number::text, ' ')")}""",
     (_UUID, _INT8, _INT8S, _INT8S, _INT8S, _INT4S, _INT8S, *_NODES, _INT8S, _BYTEAS, _BYTEAS),
 )
 

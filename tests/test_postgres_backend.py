@@ -176,6 +176,9 @@ def test_records_of_any_size_come_back(backend: Backend, size: int) -> None:
     ]
     assert backend.nodes.read(number, [1, 2, 3]) == [each.record for each in written]
     assert backend.nodes.read(number, []) == []
+    (other,) = backend.sessions.draw(1)
+    assert backend.sessions.create(NewSession(other, "made with nodes", None, b"record", written)) == "made"
+    assert backend.nodes.read(other, [1, 2, 3]) == [each.record for each in written]
 
 
 @pytest.mark.parametrize("more", [-1, 0, 1, LONGEST_HEAD, LONGEST_HEAD + 1, BODY, 9000])

@@ -1216,9 +1216,20 @@ class Journal:
             raise
 
     def attached(
-        self, number: int, before: SessionTree, node: Node, turn: Turn, details: Details, waiting: int, told: Sequence[object]
+        self,
+        number: int,
+        before: SessionTree,
+        node: Node,
+        turn: Turn,
+        details: Details,
+        waiting: int,
+        told: Sequence[object],
+        head: tuple[str, int] | None = None,
     ) -> int:
-        """As :meth:`changed`, where all that is new behind ``before`` is ``node``, which is made of ``turn`` and ``details``."""
+        """As :meth:`changed`, where all that is new behind ``before`` is ``node``, which is made of ``turn`` and ``details``.
+
+        ``head``: of one that was moved to it, its name and its version.
+        """
         try:
             if not self._sound:
                 self.check_writable()
@@ -1233,8 +1244,11 @@ class Journal:
             node_id, key = turn[0], turn[5]
             digest = 0 if key is None else codec.digest_of_key(key)
             record = codec.encode_turn(number, ordinal, above, *turn, details, digest)
-            prefix = _PREFIX.pack(codec.NODE, number, ordinal, above, node_id, digest)
-            return self._remember(self._log.enqueue(((record, prefix),), waiting, told, before), (node_id,))
+            records = [(record, _PREFIX.pack(codec.NODE, number, ordinal, above, node_id, digest))]
+            if head is not None:
+                name, version = head
+                records += _with_prefixes([codec.encode(codec.HeadRecord(number, name, ordinal, version))])
+            return self._remember(self._log.enqueue(records, waiting, told, before), (node_id,))
         except StoreFailed:
             self.check_writable()  # which says so where it is only read
             raise

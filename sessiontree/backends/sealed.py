@@ -39,6 +39,12 @@ def _sealed_nodes(nodes: Sequence[NewNode]) -> list[NewNode]:
     return [NewNode(row, seal(record)) for row, record in nodes]
 
 
+def _sealed_change(change: Change) -> Change:
+    session, before, after, nodes, refs, drops, gone = change
+    refs = {name: seal(record) for name, record in refs.items()}
+    return Change(session, before, after, _sealed_nodes(nodes), refs, drops, gone)
+
+
 class SealedSessions:
     """See :class:`~sessiontree.backends.shared.Sessions`."""
 
@@ -58,14 +64,7 @@ class SealedSessions:
         return look._replace(record=unseal(look.record, "session {}", number), refs=refs)
 
     def commit(self, changes: Sequence[Change]) -> Sequence[bool]:
-        return self.inner.commit(
-            [
-                change._replace(
-                    nodes=_sealed_nodes(change.nodes), refs={name: seal(record) for name, record in change.refs.items()}
-                )
-                for change in changes
-            ]
-        )
+        return self.inner.commit([_sealed_change(change) for change in changes])
 
     def named(self, name: bytes) -> bytes | None:
         found = self.inner.named(name)

@@ -659,6 +659,8 @@ def test_most_nodes_of_text_are_read_the_short_way() -> None:
             (data, one.parent.id, one.start + 1),
         ):
             assert text_turn(wrong[0], head_of(data), *wrong[1:]) is None
+        unlike = data[:53] + struct.pack(">Q", 5) + data[HEAD_BYTES:]  # another key's digest
+        assert text_turn(unlike, head_of(unlike), one.parent.id, one.start) is None
         other = renumbered(data, 7, at + 1, at)
         assert text_turn(other, head_of(data), one.parent.id, one.start) is None
     noted, ended = session.append(node, [1], metadata={"a": 1}), session.append(node, bytes(4 * 2**16))

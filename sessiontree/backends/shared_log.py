@@ -531,36 +531,55 @@ class SharedLog:
 
     def read(self, known: Any) -> bytes:
         """The record of an entry. Raises UnknownNode where a node was removed elsewhere, StoreFailed."""
-        return next(self.read_all(np.array([known], ENTRY)))
+        (record,) = self.read_all(np.array([known], ENTRY))
+        return record
 
     def read_all(self, entries: NDArray[Any]) -> Iterator[bytes]:
+        """Those of many entries in order. Where none is in the cache they are given out as they come: whoever asks for other
+        things meanwhile makes a list of them first. Raises UnknownNode, CorruptTree, StoreFailed."""
         for start in range(0, len(entries), _AT_ONCE):
             batch = entries[start : start + _AT_ONCE]
             numbers = batch["session"].tolist()
             places = list(zip(numbers, batch["segment"].tolist(), batch["ordinal"].tolist(), strict=True))
             records = self.cache.get_all(places)
             missing = [at for at, record in enumerate(records) if record is None]
-            for number in dict.fromkeys(numbers[at] for at in missing):
-                mine = {places[at][2]: at for at in missing if numbers[at] == number}
-                wanted = {ordinal: batch[at]["id"].tobytes() for ordinal, at in mine.items()}
-                for ordinal, fetched in self._fetched(number, wanted).items():
-                    records[mine[ordinal]] = fetched
+            ids = batch["id"].tolist() if missing else ()
+            of = dict.fromkeys(numbers[at] for at in missing)
+            at_once = len(missing) == len(records) and len(of) == 1  # each as it comes
+            for number in of:
+                mine = [at for at in missing if numbers[at] == number]
+                fetched = self._fetched(number, [places[at][2] for at in mine], [ids[at] for at in mine])
+                for at, each in zip(mine, fetched, strict=True):
+                    records[at] = each
+                    if at_once:
+                        yield each
             self.cache.put_all((places[at], record) for at in missing if (record := records[at]) is not None)
-            yield from records  # type: ignore[misc]  # none is missing
+            if not at_once:
+                yield from records  # type: ignore[misc]  # none is missing
 
-    def _fetched(self, number: int, wanted: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Records of nodes by ordinal, given their ids."""
-        records: dict[int, bytes] = {}
-        for fresh in (False, True):
-            left = [ordinal for ordinal in wanted if ordinal not in records]
-            if left:
-                found = zip(left, self.backend.nodes.read(number, left, fresh=fresh), strict=True)
-                records |= {at: record for at, record in found if record is not None and codec.id_in(record) == wanted[at]}
-        for ordinal, node_id in wanted.items():
-            if ordinal not in records:
-                what = f"node {ordinal} ({node_id[:4].hex()}) of session {number} was dropped and removed elsewhere"
-                raise UnknownNode(what, node_id=node_id)
-        return records
+    def _fetched(self, number: int, ordinals: Sequence[int], ids: Sequence[bytes]) -> Iterator[bytes]:
+        """Records of nodes in that order, given their ids, as they come. Raises UnknownNode."""
+        found = iter(self.backend.nodes.read(number, ordinals))
+        for at, record in enumerate(found):
+            if record is None or codec.id_in(record) != ids[at]:
+                rest = [record, *found]  # all of them, before others are asked for
+                yield from self._fetched_afresh(number, ordinals[at:], ids[at:], rest)
+                return
+            yield record
+
+    def _fetched_afresh(
+        self, number: int, ordinals: Sequence[int], ids: Sequence[bytes], found: Sequence[bytes | None]
+    ) -> list[bytes]:
+        """The same, where some of those that were found are of other nodes, or none."""
+        records = {at: record for at, record in enumerate(found) if record is not None and codec.id_in(record) == ids[at]}
+        left = [at for at in range(len(ids)) if at not in records]
+        again = self.backend.nodes.read(number, [ordinals[at] for at in left], fresh=True)
+        for at, each in zip(left, again, strict=True):
+            if each is None or codec.id_in(each) != ids[at]:
+                what = f"node {ordinals[at]} ({ids[at][:4].hex()}) of session {number} was dropped and removed elsewhere"
+                raise UnknownNode(what, node_id=ids[at])
+            records[at] = each
+        return [records[at] for at in range(len(ids))]
 
     def close(self) -> None:
         try:

@@ -5,6 +5,7 @@ and branching make new nodes that share everything with their parent.
 """
 
 from sessiontree import pickling as _pickling  # noqa: F401  # nodes and trees can be pickled from here on
+from sessiontree.annotations import Annotation, Ragged, Spans, TokenValues, TokenWindow
 from sessiontree.compaction import GcReport
 from sessiontree.details import Link
 from sessiontree.draft import Draft, extend_drafts
@@ -57,6 +58,7 @@ from sessiontree.tree import SessionTree
 __version__ = "0.1.0"
 
 __all__ = [
+    "Annotation",
     "CorruptTree",
     "Diff",
     "Draft",
@@ -92,6 +94,7 @@ __all__ = [
     "PositionState",
     "PrefixMatch",
     "Problem",
+    "Ragged",
     "Recorded",
     "ReplayStep",
     "Session",
@@ -100,11 +103,14 @@ __all__ = [
     "SessionStore",
     "SessionTree",
     "SessionTreeError",
+    "Spans",
     "StaleSession",
     "StoreClosed",
     "StoreFailed",
     "StoreLocked",
     "Subscription",
+    "TokenValues",
+    "TokenWindow",
     "UnknownAlias",
     "UnknownHead",
     "UnknownNode",

@@ -318,6 +318,7 @@ class AsyncSession:
     replace = _in_order(Session.replace)
     rewrite = _in_order(Session.rewrite)
     linearize = _in_order(Session.linearize)
+    annotate = _in_order(Session.annotate)
     set_head = _in_order(Session.set_head)
     drop_head = _in_order(Session.drop_head)
     pin = _in_order(Session.pin)
@@ -332,6 +333,10 @@ class AsyncSession:
     leaves = _reading(Session.leaves)
     longest_prefix = _reading(Session.longest_prefix)
     validate = _reading(Session.validate)
+    annotations = _reading(Session.annotations)
+    annotation = _reading(Session.annotation)
+    token_values = _reading(Session.token_values)
+    spans = _reading(Session.spans)
 
     async def commit(
         self,
@@ -343,12 +348,14 @@ class AsyncSession:
         metadata: Mapping[str, Any] | None = None,
         head: str | None = None,
         expected: Head | Node | bytes | None = UNSET,
+        annotations: Mapping[str, Any] | None = None,
     ) -> Node:
         """Commit a draft of this session. See :meth:`Draft.commit`. Until this raises, the draft is to be left alone."""
         if not isinstance(draft, Draft):
             raise TypeError(f"a Draft is committed, not {type(draft).__name__}")
         reopen = partial(draft._reopen, draft._host)
         commit = partial(draft.commit, finish_reason, length, tail_policy, metadata=metadata, head=head, expected=expected)
+        commit = partial(commit, annotations=annotations)
         return await self._do(commit, "commit", undo=reopen)
 
     async def abort(self, draft: Draft) -> None:

@@ -33,6 +33,7 @@ import msgpack
 import numpy as np
 from pyrsistent import PMap, pmap
 
+from sessiontree.annotations import MAX_NAME, Annotation, OfTokens, Ragged, Spans, TokenValues
 from sessiontree.details import NO_DETAILS, TAIL_POLICIES, Details, Link
 from sessiontree.digest import ID_BYTES, content_prefix, node_id, pack, root_id
 from sessiontree.errors import CorruptTree, IncompatibleStore, LimitExceeded, OutOfRange, SessionTreeError, Unsupported
@@ -59,6 +60,7 @@ OPENED: Final = 4
 ALIAS: Final = 5
 PIN: Final = 6
 DROP: Final = 7
+ANNOTATION: Final = 8
 
 
 class SessionRecord(NamedTuple):
@@ -145,15 +147,26 @@ class DropRecord(NamedTuple):
     ordinals: tuple[int, ...]
 
 
-Record = SessionRecord | NodeRecord | HeadRecord | OpenedRecord | AliasRecord | PinRecord | DropRecord
+class AnnotationRecord(NamedTuple):
+    """All that is said of a node by one name. ``ordinal``, ``node_id``: the node's. ``version``: it grows with each one."""
+
+    session: int
+    ordinal: int
+    node_id: bytes
+    name: str
+    value: Annotation
+    version: int
+
+
+Record = SessionRecord | NodeRecord | HeadRecord | OpenedRecord | AliasRecord | PinRecord | DropRecord | AnnotationRecord
 
 
 class Entry(NamedTuple):
     """What an index keeps of a record.
 
     ``id``: of a node, also of one that is pinned; of others what :func:`name_digest` or :func:`alias_digest` gives, or zeros.
-    ``key``: of a node's key, as :func:`key_digest` gives it; 1 of a node that is pinned. ``ordinal``: of what is dropped, the
-    first. What a kind has not is 0, or :data:`NONE`.
+    ``key``: of a node's key, as :func:`key_digest` gives it; 1 of a node that is pinned; of an annotation its version. ``ordinal``:
+    of what is dropped, the first. What a kind has not is 0, or :data:`NONE`.
     """
 
     kind: int
@@ -180,6 +193,7 @@ _LARGE: Final = 2**16  # bytes of tokens, from which on msgpack gives their leng
 _ORIGINS: Final[tuple[Origin, ...]] = ("input", "generated")
 _ORIGIN_NUMBERS: Final = {"input": 0, "generated": 1}
 _FAR: Final = 2**53  # no position is farther
+_OF_TOKENS: Final = (TokenValues, Ragged, Spans)
 _SCALARS: Final = frozenset((NoneType, bool, int, float, str, bytes))
 _TUPLE, _SET, _MAP, _DATA = range(4)
 
@@ -199,11 +213,11 @@ def key_digest(key: str | None) -> int:
 
 
 def name_digest(name: str) -> bytes:
-    """The id in the entries of a session, by its id, and of a head, by its name: sha256."""
+    """The id in the entries of a session, by its id, and of a head or an annotation, by its name: sha256."""
     return sha256(name.encode()).digest()
 
 
-_digest_of_head = lru_cache(256)(name_digest)  # heads of many sessions have the same few names
+_digest_of_name = lru_cache(256)(name_digest)  # heads of many sessions have the same few names, and annotations
 
 
 def name_in(data: bytes, digest: bytes) -> str | None:
@@ -238,7 +252,7 @@ def encode(record: Record) -> bytes:
         return _record(SESSION, record.session, 0, 0, name_digest(record.session_id), 0, record[1:])
     if isinstance(record, HeadRecord):
         at = NONE if record.ordinal is None else record.ordinal if record.ordinal < NONE else -1
-        return _record(HEAD, record.session, at, 0, _digest_of_head(record.name), 0, (record.name, record.version))
+        return _record(HEAD, record.session, at, 0, _digest_of_name(record.name), 0, (record.name, record.version))
     if isinstance(record, OpenedRecord):
         return _record(OPENED, record.session, 0, 0, bytes(ID_BYTES), 0, (record.incarnation,))
     if isinstance(record, AliasRecord):
@@ -255,7 +269,19 @@ def encode(record: Record) -> bytes:
         return _record(
             DROP, record.session, record.ordinals[0], 0, bytes(ID_BYTES), 0, (np.array(record.ordinals, "<u4").tobytes(),)
         )
+    if isinstance(record, AnnotationRecord):
+        at = record.ordinal if record.ordinal < NONE else -1
+        body = record.node_id, record.name, *_annotation_form(record.value)
+        return _record(ANNOTATION, record.session, at, 0, _digest_of_name(record.name), record.version, body)
     raise TypeError(f"no record: {type(record).__name__}")
+
+
+def _annotation_form(value: Annotation) -> tuple[int, Any]:
+    """Which kind an annotation is, and its fields as what msgpack has."""
+    if not isinstance(value, OfTokens):
+        return 0, value
+    parts = tuple(tuple(_packable(field) if isinstance(field, np.ndarray) else field for field in part) for part in value.fields())
+    return 1 + _OF_TOKENS.index(type(value)), parts
 
 
 def encode_node(session: int, ordinal: int, parent: int, node: Node) -> bytes:
@@ -472,7 +498,9 @@ def content_of(data: bytes) -> tuple[bytes, tuple[MediaItem, ...]]:
 
 
 def _named(entry: Entry) -> str:
-    what = ("session", "node", "head", "opening of session", "alias", "pin in session", "drop in session")[entry.kind - 1]
+    what = ("session", "node", "head", "opening of session", "alias", "pin in session", "drop in session", "annotation in session")[
+        entry.kind - 1
+    ]
     if entry.kind == NODE:
         return f"node {entry.ordinal} of session {entry.session} ({entry.id[:4].hex()})"
     return what if entry.kind == ALIAS else f"{what} {entry.session}"
@@ -593,6 +621,25 @@ def _read_drop(entry: Entry, body: Any) -> DropRecord:
     if type(ordinals) is not bytes or len(ordinals) % 4:
         _wrong("ordinals are of 4 bytes each")
     return DropRecord(_whole(entry.session, "session", most=NONE - 1), tuple(np.frombuffer(ordinals, "<u4").tolist()))
+
+
+def _read_annotation(entry: Entry, body: Any) -> AnnotationRecord:
+    node_id, name, kind, value = _fields(body, 4, "an annotation")
+    session, ordinal = _whole(entry.session, "session", most=NONE - 1), _whole(entry.ordinal, "ordinal", most=NONE - 1)
+    if type(name) is not str or not 0 < len(name) <= MAX_NAME:
+        _wrong(f"an annotation's name has 1 to {MAX_NAME} characters")
+    if type(kind) is int and 0 < kind <= len(_OF_TOKENS):
+        if type(value) is not tuple or any(type(part) is not tuple for part in value):
+            _wrong("an annotation's parts are arrays")
+        value = _OF_TOKENS[kind - 1].from_fields(tuple(tuple(map(_field, part)) for part in value))
+    elif kind != 0 or type(value) not in (bool, int, float, str):
+        _wrong("an annotation is of no known kind")
+    return AnnotationRecord(session, ordinal, _digest(node_id, "an annotation's node"), name, value, entry.key)
+
+
+def _field(value: Any) -> Any:
+    """A field of an annotation's part: a scalar or an array."""
+    return value if type(value) in _SCALARS else _frozen(value, 0)
 
 
 def _read_node(entry: Entry, body: Any) -> NodeRecord:
@@ -948,6 +995,7 @@ _READERS: Final[dict[int, Callable[[Entry, Any], Record]]] = {
     ALIAS: _read_alias,
     PIN: _read_pin,
     DROP: _read_drop,
+    ANNOTATION: _read_annotation,
 }
 
 

@@ -46,12 +46,12 @@ class GcReport:
 
 
 class Kept(NamedTuple):
-    """``nodes``: places of those that stay. ``sessions``: numbers. ``drops``: of these, what they hide that stays all the same.
-
-    ``tips``: of some forks, where their paths end by now.
+    """``nodes``, ``annotations``: places of those that stay. ``sessions``: numbers. ``drops``: of these, what they hide that stays
+    all the same. ``tips``: of some forks, where their paths end by now.
     """
 
     nodes: NDArray[np.int64]
+    annotations: NDArray[np.int64]
     sessions: set[int]
     drops: dict[int, tuple[int, ...]]
     tips: dict[int, tuple[int, int] | None]
@@ -92,7 +92,24 @@ def kept(journal: Journal, columns: Columns) -> Kept:
             drops[number] = tuple(ordinal for ordinal in drops[number] if ordinal == 0 or ordinal in left)
         stay.append(places[mask])
     nodes = np.sort(np.concatenate(stay)) if stay else np.empty(0, np.int64)
-    return Kept(nodes, sessions, {number: left for number, left in drops.items() if left}, moved)
+    said = _last_said(columns, nodes, sessions)
+    return Kept(nodes, said, sessions, {number: left for number, left in drops.items() if left}, moved)
+
+
+def _last_said(columns: Columns, nodes: NDArray[np.int64], sessions: set[int]) -> NDArray[np.int64]:
+    """Where the last word of each name on each node is that stays, or that is none of its session's own: one a fork shares."""
+    places = columns.places(codec.ANNOTATION)
+    if not len(places):
+        return places
+    gone = np.setdiff1d(_keys(columns, columns.places_of_nodes()), _keys(columns, nodes))
+    places = places[np.isin(columns.sessions[places], list(sessions)) & ~np.isin(_keys(columns, places), gone)]
+    entries = columns.entries[places]
+    order = np.lexsort((entries["key"], entries["id"], _keys(columns, places)))
+    ordered = entries[order]
+    ends = np.ones(len(ordered), np.bool)
+    ends[:-1] = (ordered["session"][1:] != ordered["session"][:-1]) | (ordered["ordinal"][1:] != ordered["ordinal"][:-1])
+    ends[:-1] |= ordered["id"][1:] != ordered["id"][:-1]
+    return np.sort(places[order[ends]])
 
 
 def _own_tips(columns: Columns, tips: dict[int, tuple[int, int] | None]) -> dict[int, tuple[int, int] | None]:
@@ -149,6 +166,8 @@ def compact(journal: Journal, features: FeatureFolder | None, progress: Progress
         log.copy(records)
         if progress is not None:
             progress(done, len(stay.nodes))
+    for _, records in _in_batches(journal, entries, stay.annotations):
+        log.copy(records)
     if features is not None and candidates and (unsure := candidates - named & features.fresh()):
         # Put since the store was opened: they wait for their nodes, unless those have come and gone.
         gone = np.setdiff1d(places, stay.nodes)
@@ -182,7 +201,11 @@ def _checked(journal: Journal, columns: Columns) -> Kept:
     last = [entry for entry, _ in _last_entries(columns.others_alone(), stay, Columns(columns.entries[:0])).values()]
     others = np.array(last, columns.entries.dtype)
     try:
-        for entries in (columns.entries[stay.nodes], np.sort(others, order=("segment", "offset"))):
+        for entries in (
+            columns.entries[stay.nodes],
+            columns.entries[stay.annotations],
+            np.sort(others, order=("segment", "offset")),
+        ):
             for _ in journal.log.read_all(entries):
                 pass
     except CorruptTree as error:

@@ -64,7 +64,15 @@ class Host(Protocol):
 
     _lock: Any
 
-    def _commit(self, parent: Node, turn: Turn, details: Details, head: str | None, expected: Any) -> Node: ...
+    def _commit(
+        self,
+        parent: Node,
+        turn: Turn,
+        details: Details,
+        head: str | None,
+        expected: Any,
+        annotations: Mapping[str, Any] | None,
+    ) -> Node: ...
 
     def _close_draft(self, draft: Draft, how: HowClosed) -> None:
         """Shut a draft, and tell of it."""
@@ -77,7 +85,7 @@ class _Nowhere:
 
     _lock = new_lock()
 
-    def _commit(self, parent: Node, turn: Turn, details: Details, head: str | None, expected: Any) -> NoReturn:
+    def _commit(self, *_: object) -> NoReturn:
         raise DraftClosed("this draft was closed")
 
     def _close_draft(self, draft: Draft, how: HowClosed) -> None:
@@ -274,11 +282,13 @@ class Draft:
         metadata: Mapping[str, Any] | None = None,
         head: str | None = None,
         expected: Head | Node | bytes | None = UNSET,
+        annotations: Mapping[str, Any] | None = None,
     ) -> Node:
         """Make the node: the first ``length`` tokens (None: all), as the client saw them.
 
         ``metadata`` replaces the draft's: what is known only now, such as the ids of tool calls that were made. ``head``: moved to
-        it in the same step, by compare-and-set where ``expected`` is given: both or neither.
+        it in the same step, by compare-and-set where ``expected`` is given. ``annotations``: said of the node in the same step, as
+        by :meth:`Session.annotate`; arrays have a row for each token that is committed. All of it or nothing.
 
         ``tail_policy="drop_last"`` leaves out the last of them, as engines do whose next prompt lacks the final sampled token;
         it is recorded on the node. Raises FinishRefused for "abort" and "error" in any case, OutOfRange for a length outside
@@ -299,7 +309,7 @@ class Draft:
             frozen = self._metadata if metadata is None else freeze_metadata(metadata)
             if details is None or frozen is not EMPTY_METADATA:
                 details = Details(frozen, finish_reason, tail_policy)
-            node = self._host._commit(parent, turn, details, head, expected)
+            node = self._host._commit(parent, turn, details, head, expected, annotations)
             self._host._close_draft(self, "committed")
         finally:
             self._ending = False

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sessiontree import codec
+from sessiontree.annotation_log import Said
 from sessiontree.backends.base import CompactLog, Durability, Lease, Log, Overtaken, WriteLost
 from sessiontree.backends.segment_log import SegmentLog
 from sessiontree.details import Details
@@ -40,6 +41,7 @@ from sessiontree.memory import HeldNodes
 from sessiontree.node import Lineage, Namespace, Node, make_root
 from sessiontree.positions import PositionScheme, scheme
 from sessiontree.stored import Stored, StoredHead, StoredIndex
+from sessiontree.stored_annotations import StoredAnnotations
 from sessiontree.stored_prefixes import Content
 from sessiontree.tokens import TOKEN_BYTES, Extent, PathCache
 from sessiontree.tree import SessionTree, stored_tree
@@ -235,11 +237,12 @@ def _marks(ordinals: Iterable[int], count: int, first: int) -> bytearray:
 class SessionNodes:
     """The nodes of one session, by ordinal: a :class:`~sessiontree.stored.NodeSource`. ``places``: theirs, in that order.
 
-    An ordinal whose place is MISSING has no node. ``whose``: the session, for messages.
+    An ordinal whose place is MISSING has no node. ``number``: the session's; ``whose``: itself, for messages.
     """
 
-    def __init__(self, log: Log, columns: Columns, places: NDArray[np.int64], first: int, whose: str) -> None:
+    def __init__(self, log: Log, columns: Columns, places: NDArray[np.int64], first: int, number: int, whose: str) -> None:
         self.first = first
+        self.number = number
         self.whose = whose
         self._log = log
         self._columns = columns
@@ -249,13 +252,14 @@ class SessionNodes:
         self._asked = 0
         self._by_id: tuple[NDArray[np.uint64], NDArray[np.int64]] | None = None
         self._by_parent: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+        self._by_node: tuple[NDArray[np.int64], NDArray[np.uint32]] | None = None  # annotations
 
     def __len__(self) -> int:
         return len(self._places)
 
     @property
     def nbytes(self) -> int:
-        tables = (*(self._by_id or ()), *(self._by_parent or ()))
+        tables = (*(self._by_id or ()), *(self._by_parent or ()), *(self._by_node or ()))
         return int(self._places.nbytes) + sum(int(table.nbytes) for table in tables)
 
     def has(self, ordinal: int) -> bool:
@@ -314,8 +318,10 @@ class SessionNodes:
         except CorruptTree as error:
             raise self._named(error, ordinal, known) from error
 
-    def _named(self, error: CorruptTree, ordinal: int, known: Any) -> CorruptTree:
+    def _named(self, error: CorruptTree, ordinal: int, known: Any, what: str = "") -> CorruptTree:
         """The same error, naming the node."""
+        if what:
+            return CorruptTree(f"{what}node {ordinal} of {self.whose} is damaged: {error}", session=self.number)
         node = f"node {ordinal} ({known['id'].tobytes()[:4].hex()}) of {self.whose}"
         where = {name: int(known[name]) for name in ("session", "segment", "offset")}
         return CorruptTree(f"{node} is damaged: {error}", **where)
@@ -408,6 +414,38 @@ class SessionNodes:
         heads, order = self._by_id
         return order[np.searchsorted(heads, wanted, "left") : np.searchsorted(heads, wanted, "right")]
 
+    @property
+    def annotated(self) -> bool:
+        return bool(len(self._columns.places(codec.ANNOTATION, self.number)))
+
+    def annotations(self, ordinals: Sequence[int] | None, name: str | None) -> Iterator[codec.AnnotationRecord]:
+        found, by_ordinal = self._sorted_annotations()
+        if ordinals is not None:
+            wanted = np.array(ordinals, np.uint32)
+            starts, stops = (by_ordinal.searchsorted(wanted, side) for side in ("left", "right"))
+            found = np.concatenate([found[:0], *(found[start:stop] for start, stop in zip(starts, stops, strict=True))])
+        if name is not None:
+            found = np.array(self._columns.named(found, codec.name_digest(name)), np.int64)
+        rows = self._columns.entries[found]
+        records = self._log.read_all(rows) if self._log.costly or len(rows) > _FEW else map(self._log.read, rows)
+        for known in rows:
+            try:
+                record = codec.decode(next(records))
+                if not isinstance(record, codec.AnnotationRecord) or record[:2] != (self.number, known["ordinal"]):
+                    raise CorruptTree("it is that of something else")
+            except CorruptTree as error:
+                raise self._named(error, int(known["ordinal"]), known, "an annotation of ") from error
+            yield record
+
+    def _sorted_annotations(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        """Where annotations are, by the ordinals of their nodes and by version, since one may be copied behind a later one."""
+        if self._by_node is None:
+            places = self._columns.places(codec.ANNOTATION, self.number)
+            ordinals = self._columns.ordinals[places]
+            order = np.lexsort((self._columns.entries["key"][places], ordinals))
+            self._by_node = places[order], ordinals[order]
+        return self._by_node
+
     def find_key(self, parent: int, key: str) -> Sequence[int]:
         wanted, keys = codec.key_digest(key), self._columns.entries["key"]
         return [child for child in self.children_of(parent) if keys[self._places[child - self.first]] == wanted]
@@ -483,7 +521,7 @@ class Journal:
     def _begin(self) -> None:
         """Look at what is there."""
         self._columns = columns = self._columns_now()
-        later = np.flatnonzero((columns.kinds < codec.SESSION) | (columns.kinds > codec.DROP))
+        later = np.flatnonzero((columns.kinds < codec.SESSION) | (columns.kinds > codec.ANNOTATION))
         if len(later) and not self.read_only:
             raise IncompatibleStore(f"{self.path} holds {len(later)} records of a later version; open it read_only", path=self.path)
         numbered = columns.sessions[np.concatenate([columns.places(codec.SESSION), columns.places(codec.OPENED)])]
@@ -546,7 +584,7 @@ class Journal:
     def damaged_sessions(self) -> tuple[int, ...]:
         """Numbers of the sessions of which there are records, but not their own, or one that listing them found damaged."""
         columns = self._columns
-        of_sessions = np.isin(columns.kinds, (codec.NODE, codec.HEAD))
+        of_sessions = np.isin(columns.kinds, (codec.NODE, codec.HEAD, codec.ANNOTATION))
         lost = np.setdiff1d(columns.sessions[of_sessions], columns.sessions[columns.places(codec.SESSION)])
         damaged = [number for number, session_id in list(self._listed.items()) if session_id is None]
         return tuple(sorted({*lost.tolist(), *damaged}))
@@ -824,7 +862,8 @@ class Journal:
         return self._made_of(self.columns(number), number)
 
     def _made_of(self, columns: Columns, number: int) -> tuple[SessionTree, dict[bytes, int]]:
-        index = self._index(columns, number)
+        chain = self._indexes_of(columns, number)
+        index = chain[-1]
         top = NodeIndex(index.root, index.limits, base=index, base_count=index.count)
         heads: dict[str, StoredHead] = {}
         moves = 0
@@ -838,10 +877,12 @@ class Journal:
             if record.ordinal is not None:
                 uncertain = damage > (int(known["segment"]), int(known["offset"]))
                 heads[record.name] = StoredHead(index, record.ordinal, record.version, uncertain)
-        return stored_tree(top, top.count, heads, moves), self._pinned(columns, number)
+        said = columns.entries["key"][columns.places(codec.ANNOTATION, number)]  # their versions
+        told = StoredAnnotations(chain) if any(index.source.annotated for index in chain) else None
+        return stored_tree(top, top.count, heads, moves, told, int(said.max(initial=0))), self._pinned(columns, number)
 
-    def _index(self, columns: Columns, number: int) -> StoredIndex:
-        """The nodes of a session, as far as the log has them."""
+    def _indexes_of(self, columns: Columns, number: int) -> list[StoredIndex]:
+        """The nodes of a session, as far as the log has them, and before them those of the sessions that it was forked from."""
         chain: list[codec.SessionRecord] = []  # of a fork, also the session it was forked from, and so on
         at: int | None = number
         found: list[Columns] = []
@@ -857,11 +898,11 @@ class Journal:
             if record.tip is not None and record.tip[0] >= at:
                 raise CorruptTree(f"session {at} is a fork of session {record.tip[0]}, which is none before it")
             at = None if record.tip is None else record.tip[0]
-        index = None
+        indexes: list[StoredIndex] = []
         for record, columns in zip(reversed(chain), reversed(found), strict=True):
-            index = self._opened_index(columns, record, index, whole=record.session != number)
-        assert index is not None
-        return index
+            index = self._opened_index(columns, record, indexes[-1] if indexes else None, whole=record.session != number)
+            indexes.append(index)
+        return indexes
 
     def _within(self, columns: Columns, number: int) -> Columns:
         """What is known of a session where that of others is known."""
@@ -906,10 +947,11 @@ class Journal:
             self._living[index] = key
         return index
 
-    def _told(self, columns: Columns, number: int, drops: bool) -> tuple[int, int, int]:
+    def _told(self, columns: Columns, number: int, drops: bool) -> tuple[int, ...]:
         """What an index of a session was made of: as long as that is the same, so is the index."""
         beginning = 0 if columns.lease is None else columns.lease.first
-        return beginning, len(columns.places(codec.NODE, number)), len(columns.places(codec.DROP, number)) if drops else 0
+        kinds = (codec.NODE, codec.ANNOTATION, *((codec.DROP,) if drops else ()))
+        return beginning, *(len(columns.places(kind, number)) for kind in kinds)
 
     def dropped(self, columns: Columns, number: int) -> tuple[int, ...]:
         """The ordinals that a session no longer shows, without those below them."""
@@ -935,7 +977,7 @@ class Journal:
             _, places = columns.by_ordinal(places, first)  # some were moved, told of more than once, or are missing
         if drops:
             places = np.where(below(drops, parents_of(columns, places), first), MISSING, places)
-        return SessionNodes(self._log, columns, places, first, whose)
+        return SessionNodes(self._log, columns, places, first, number, whose)
 
     def _session(self, columns: Columns, place: int) -> codec.SessionRecord:
         return self._read_at(columns, place, codec.SessionRecord)
@@ -973,7 +1015,7 @@ class Journal:
         what = constants if tip is None else ("", (), Namespace(), "")
         record = codec.SessionRecord(number, session_id, *what, tree.limits, root.id, tip)
         first = 1 if tip is None else tree._index.base_count
-        records = _with_prefixes([codec.encode(record), *self._node_records(number, tree, first)])
+        records = _with_prefixes([codec.encode(record), *self._node_records(number, tree, first), *_said_in(number, tree, tip)])
         with self._dropping:  # openings are written in the order in which they are counted
             if tip is not None and drops != self.drops:
                 raise Overtaken(f"{self.path}: something was dropped meanwhile")
@@ -1060,9 +1102,19 @@ class Journal:
         assert columns is not None
         found = ((number, self.unreachable(number, recent, (), columns)) for number in numbers)
         dead = {number: ordinals for number, ordinals in found if ordinals}
+        for number, ordinals in dead.items():
+            self._keep_prefixes(columns, number, ordinals)
         if dead:
             self.drop_all(dead)
         return {number: self._ids_of(columns, number, ordinals) for number, ordinals in dead.items()}
+
+    def _keep_prefixes(self, columns: Columns, number: int, ordinals: Iterable[int]) -> None:
+        """Before nodes go: record what is said of them of those, too, that are prefixes of them and stay."""
+        if len(columns.places(codec.ANNOTATION, number)):
+            tree, _ = self._made_of(columns, number)
+            kept = tree._keeping_prefixes([tree.node(tree._index.id_of(ordinal)) for ordinal in ordinals if ordinal])
+            if kept is not tree:
+                self._log.enqueue(_with_prefixes(_annotation_records(number, kept, kept._said_since(tree))))
 
     def _ids_of(self, columns: Columns, number: int, ordinals: Iterable[int]) -> list[bytes]:
         """The ids of nodes of a session, of those that are there."""
@@ -1149,7 +1201,7 @@ class Journal:
         try:
             if not self._sound:
                 self.check_writable()
-            if after._heads is not before._heads or after._count - before._count != 1:
+            if after._heads is not before._heads or after._count - before._count != 1 or after._said != before._said:
                 return self._changed(number, before, after, waiting, told)
             index, ordinal = after._index, before._count  # one node: by far the commonest case
             node = index.nodes[ordinal - index.base_count]
@@ -1192,6 +1244,7 @@ class Journal:
         nodes = tuple(codec.entry_of(record).id for record in records)
         if after._heads is not before._heads:
             records += map(codec.encode, self._head_records(number, before, after))
+        records += _annotation_records(number, after, after._said_since(before))
         return self._remember(self._log.enqueue(_with_prefixes(records), waiting, told, before), nodes)
 
     def _head_records(self, number: int, before: SessionTree, after: SessionTree) -> list[codec.HeadRecord]:
@@ -1212,3 +1265,22 @@ class Journal:
             assert above is not None
             records.append(codec.encode_node(number, ordinal, above, node))
         return records
+
+
+def _annotation_records(number: int, tree: SessionTree, said: Iterable[Said]) -> list[bytes]:
+    """Records of what is said of nodes of a tree."""
+    records = []
+    for node_id, name, value in said:
+        ordinal = tree._index.find_ordinal(tree.node(node_id), tree._count)
+        assert ordinal is not None
+        records.append(codec.encode(codec.AnnotationRecord(number, ordinal, node_id, name, value, tree._said)))
+    return records
+
+
+def _said_in(number: int, tree: SessionTree, tip: tuple[int, int] | None) -> list[bytes]:
+    """Records of the annotations that a new session begins with: those of a path that it holds itself."""
+    if tip is not None or tree._log is None:
+        return []
+    nodes = list(tree)
+    said = zip(nodes, tree._read_said(nodes, None), strict=True)
+    return _annotation_records(number, tree, [Said(node.id, *each) for node, values in said for each in values.items()])

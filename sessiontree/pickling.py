@@ -2,9 +2,9 @@
 
 What goes over is flat: one record a node in commit order, its parent by number, so a path of any depth takes no recursion.
 Positions go as they are stored, so no rule is applied again. Ids are computed again and compared, so no content comes back
-damaged; positions, metadata, links and heads are no part of ids and are taken as they come. Features, and what a session adds to
-a tree (its lock, its drafts, its store), stay behind. Several nodes of one tree are best sent as the tree and their ids: each
-node brings the whole of its path.
+damaged; positions, metadata, links, annotations and heads are no part of ids and are taken as they come. Features, and what a
+session adds to a tree (its lock, its drafts, its store), stay behind; annotations go with a tree, not with a node. Several nodes of
+one tree are best sent as the tree and their ids: each node brings the whole of its path.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import copyreg
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from sessiontree.annotations import Annotation
 from sessiontree.details import NO_DETAILS, Details
 from sessiontree.digest import content_prefix, node_id
 from sessiontree.edits import has_table
@@ -108,9 +109,18 @@ def _node(constants: _Constants, root_id: bytes, records: Sequence[_Record]) -> 
 
 
 def _tree(
-    constants: _Constants, root_id: bytes, records: Sequence[_Record], heads: dict[str, tuple[int, int, bool]], moves: int
+    constants: _Constants,
+    root_id: bytes,
+    records: Sequence[_Record],
+    heads: dict[str, tuple[int, int, bool]],
+    moves: int,
+    said: dict[int, dict[str, Annotation]],
 ) -> SessionTree:
     tree, nodes = _rebuilt(constants, root_id, records)
+    for number, values in said.items():
+        if not -1 <= number < len(records):
+            raise CorruptTree(f"something is said of record {number} of {len(records)}")
+        tree = tree.annotate(nodes[number], values)
     for name, (number, _, _) in heads.items():
         if not -1 <= number < len(records):
             raise CorruptTree(f"head {name!r} is at record {number} of {len(records)}")
@@ -127,7 +137,8 @@ def _reduce_tree(tree: SessionTree) -> tuple[Any, ...]:
     nodes = list(tree)
     numbers = {node.id: number for number, node in enumerate(nodes, -1)}
     heads = {name: (numbers[head.node.id], head.version, head.uncertain) for name, head in tree._heads.items()}
-    return _tree, (_constants(tree.root, tree.limits), tree.root.id, _records(nodes), heads, tree._moves)
+    said = {number: values for number, values in enumerate(tree._read_said(nodes, None), -1) if values}
+    return _tree, (_constants(tree.root, tree.limits), tree.root.id, _records(nodes), heads, tree._moves, said)
 
 
 copyreg.pickle(Node, _reduce_node)

@@ -30,6 +30,7 @@ from numpy.typing import ArrayLike
 from pyrsistent import PMap
 
 from sessiontree import news
+from sessiontree.annotations import Annotation, TokenWindow, checked
 from sessiontree.details import NO_DETAILS, Details
 from sessiontree.draft import Draft, HowClosed, checked_finish_reason
 from sessiontree.drift import Decode, decoder_of
@@ -56,7 +57,7 @@ from sessiontree.prefixes import PrefixMatch
 from sessiontree.query import Diff, Order, Problem
 from sessiontree.record import Recorded, plan_record, with_key
 from sessiontree.stored import StoredIndex
-from sessiontree.tokens import TokenIds, in_range, token_array, token_bytes
+from sessiontree.tokens import TOKEN_BYTES, TokenIds, in_range, token_array, token_bytes
 from sessiontree.tree import SessionTree
 from sessiontree.turns import Turn, plan_turn
 
@@ -241,6 +242,24 @@ class Session:
         """Nodes without children, in commit order."""
         return self._tree.leaves()
 
+    def annotations(self, node: Node | bytes) -> dict[str, Annotation]:
+        """What is said of a node, by name. See :meth:`SessionTree.annotations`."""
+        return self._tree.annotations(node)
+
+    def annotation(self, node: Node | bytes, name: str) -> Annotation | None:
+        """What is said of a node by one name; None where that is nothing. See :meth:`SessionTree.annotations`."""
+        return self._tree.annotation(node, name)
+
+    def token_values(self, node: Node | bytes, name: str, start: int = 0, stop: int | None = None) -> TokenWindow:
+        """The rows of an annotation along a node's path. See :meth:`SessionTree.token_values`."""
+        return self._tree.token_values(node, name, start, stop)
+
+    def spans(
+        self, node: Node | bytes, name: str, start: int = 0, stop: int | None = None
+    ) -> tuple[tuple[int, int, int | str], ...]:
+        """The spans of an annotation along a node's path. See :meth:`SessionTree.spans`."""
+        return self._tree.spans(node, name, start, stop)
+
     def lowest_common_ancestor(self, one: Node | bytes, two: Node | bytes) -> Node:
         """The deepest node on both paths, in O(log depth)."""
         return self._tree.lowest_common_ancestor(one, two)
@@ -300,10 +319,12 @@ class Session:
         derived_from: Iterable[Node | bytes] = (),
         head: str | None = None,
         expected: Head | Node | bytes | None = UNSET,
+        annotations: Mapping[str, Any] | None = None,
     ) -> Node:
         """A prefilled turn under any node. See :meth:`SessionTree.append`.
 
-        ``head``: moved to it in the same step, by compare-and-set where ``expected`` is given: both or neither, and durable as one.
+        ``head``: moved to it in the same step, by compare-and-set where ``expected`` is given. ``annotations``: said of it in the
+        same step, as by :meth:`annotate`. All of it or nothing, and durable as one.
         """
         # As SessionTree.append, but the lock is only held for what needs it.
         meter = self._feed.meter
@@ -319,8 +340,8 @@ class Session:
             details = details._replace(links=links_to(map(self._found, derived_from), parent, parent.stop))
         node = (
             self._attach(parent, turn, details, reserved)
-            if head is None
-            else self._attach_at(head, expected, parent, turn, details, reserved)
+            if head is None and annotations is None
+            else self._attach_with(head, expected, annotations, parent, turn, details, reserved)
         )
         if meter is not None:
             meter.appended(begun)
@@ -401,23 +422,56 @@ class Session:
     def _packed(self, draft: Draft, with_path: bool) -> bytes:
         return packed(draft, self.id, self._limits, (self._store._identity, self.incarnation), with_path)
 
-    def _commit(self, parent: Node, turn: Turn, details: Details, head: str | None, expected: Any) -> Node:
+    def _commit(
+        self,
+        parent: Node,
+        turn: Turn,
+        details: Details,
+        head: str | None,
+        expected: Any,
+        annotations: Mapping[str, Any] | None,
+    ) -> Node:
         """Make the node of a draft."""
         meter = self._feed.meter
         begun = 0.0 if meter is None else meter.now()
-        node = self._attach(parent, turn, details) if head is None else self._attach_at(head, expected, parent, turn, details)
+        node = (
+            self._attach(parent, turn, details)
+            if head is None and annotations is None
+            else self._attach_with(head, expected, annotations, parent, turn, details)
+        )
         if meter is not None:
             meter.committed(begun)
         return node
 
-    def _attach_at(self, head: str, expected: Any, parent: Node, turn: Turn, details: Details, reserved: int = 0) -> Node:
-        """Make a node and move a head to it, in one."""
+    def _attach_with(
+        self,
+        head: str | None,
+        expected: Any,
+        annotations: Mapping[str, Any] | None,
+        parent: Node,
+        turn: Turn,
+        details: Details,
+        reserved: int = 0,
+    ) -> Node:
+        """Make a node, move a head to it and annotate it, in one."""
+        said = None if annotations is None else checked(annotations, turn.state.num_tokens - parent.stop, turn.role)
 
         def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
             tree, node = self._attached(parent, turn, details, reserved, tree)
-            return tree.set_head(head, node, expected)[0], node
+            if head is not None:
+                tree, _ = tree.set_head(head, node, expected)
+            return tree if said is None else tree._annotated(node, said), node
 
         return self._swap(attach)
+
+    def annotate(self, node: Node | bytes, annotations: Mapping[str, Any]) -> None:
+        """Say something more of a node, durably as any change. See :meth:`SessionTree.annotate`.
+
+        A fork keeps what it says itself, and sees what the session it was forked from had said when the fork was opened.
+        """
+        node = self._found(node)
+        said = checked(annotations, node.stop - node.start, node)
+        self._swap(lambda tree: (tree._annotated(tree._resolve(node), said), None))
 
     def _close_draft(self, draft: Draft, how: HowClosed) -> None:
         if how == "committed" and self._feed.meter is None:  # nobody is told of that
@@ -468,6 +522,7 @@ class Session:
         derived_from: Iterable[Node | bytes] = (),
         decode: Decode | None = None,
         special_ids: Iterable[int] = (),
+        annotations: Mapping[str, Any] | None = None,
     ) -> Recorded:
         """Record a generation of somebody who keeps no tree: the whole prompt as the engine saw it, and the completion.
 
@@ -476,14 +531,14 @@ class Session:
         with ``metadata``. ``media``: the prompt's, spans relative to its first token. A media span is never cut: where a
         difference is inside one, the history forks before it. Without a ``key`` the completion gets one of its own, so that
         equal samples stay apart; with one, recording again changes nothing. ``derived_from``: as for append, of the turn that is
-        new of the prompt. All of it is recorded or nothing.
+        new of the prompt. ``annotations``: said of the completion, as by :meth:`annotate`. All of it is recorded or nothing.
 
         ``decode``: what makes text, or bytes of UTF-8, of a list of ids and leaves special tokens in: a tokenizer's ``decode`` or
         ``decode_bytes``; with it, ``fork.drift`` says what kind of drift it is, going by a few thousand tokens. ``special_ids``:
         which ids are special tokens. It changes nothing of what is recorded, and is called only where the prompt forks, before
         anything is, and without a lock. An Exception that it raises is logged and leaves ``drift`` "unknown".
 
-        Raises FinishRefused for "abort" and "error", and what append and commit raise.
+        Raises FinishRefused for "abort" and "error", and what append, commit and annotate raise.
         """
         finish_reason = checked_finish_reason(finish_reason)
         prompt, completion = (token_bytes(ids, self.max_tokens) for ids in (prompt_token_ids, completion_token_ids))
@@ -492,6 +547,7 @@ class Session:
         prompt_details = Details(freeze_metadata(prompt_metadata))
         details = Details(freeze_metadata(metadata), finish_reason, "keep")
         sources, decoder = tuple(map(self._found, derived_from)), decoder_of(decode, special_ids)
+        said = {} if annotations is None else checked(annotations, len(completion) // TOKEN_BYTES, completion_role)
         while True:
             tree = self._tree
             match, beyond = tree._find_prefix(prompt, items)
@@ -512,11 +568,13 @@ class Session:
             )
             own: list[str] | None = [] if key is None else None
             with suppress(UnknownNode):  # what it goes on from was dropped meanwhile
-                made = self._swap(partial(self._attach_generation, plan, own))
+                made = self._swap(partial(self._attach_generation, plan, own, said))
                 assert made.parent is not None
                 return Recorded(made.parent, made, reused, fork)
 
-    def _attach_generation(self, plan: Plan, own: list[str] | None, tree: SessionTree) -> tuple[SessionTree, Node]:
+    def _attach_generation(
+        self, plan: Plan, own: list[str] | None, said: Mapping[str, Annotation], tree: SessionTree
+    ) -> tuple[SessionTree, Node]:
         """``own``: its own key, the same however often it is done anew; empty before it has one, None where it has another."""
         self._check_there(tree, plan.parent)
         tree._check_limit(plan.stop, 0)
@@ -524,7 +582,8 @@ class Session:
             if not own:  # only now: a generation that is refused uses up no key
                 own.append(self._own_key(plan.parent))
             plan = with_key(plan, own[0])
-        return tree._attach_all(plan, reserved=0)
+        tree, node = tree._attach_all(plan, reserved=0)
+        return tree._annotated(node, said), node
 
     def _attach(self, parent: Node, turn: Turn, details: Details, reserved: int = 0) -> Node:
         # As _swap, without its calls: this is what every append and commit goes through.
@@ -1079,6 +1138,7 @@ class Session:
     def _drop_durably(self, journal: Journal, doomed: Callable[[SessionTree], list[int]]) -> None:
         """``doomed``: given all there is, which is on disk, the ordinals of what is to go."""
         self._check_alone(waits=True)
+        self._keep_prefixes(journal, doomed)
         with self._lock:
             while True:
                 self._check_open()
@@ -1100,6 +1160,16 @@ class Session:
             self._reload(journal, [tree._index.id_of(ordinal) for ordinal in gone])
             self._touch()
         self._feed.pass_on()
+
+    def _keep_prefixes(self, journal: Journal, doomed: Callable[[SessionTree], list[int]]) -> None:
+        """What is said of nodes that are to go is said of those that are prefixes of them and stay."""
+        if not self._tree._said:
+            return
+
+        def keep(tree: SessionTree) -> tuple[SessionTree, None]:
+            return tree._keeping_prefixes([tree.node(tree._index.id_of(ordinal)) for ordinal in doomed(tree) if ordinal]), None
+
+        self._swap_durably(journal, keep)
 
     def _collect(self, recent: int) -> None:
         """Drop what nothing leads to. See :meth:`SessionStore.gc`."""
@@ -1190,6 +1260,8 @@ class Session:
         total = SESSION_BYTES + getsizeof(self._id) + getsizeof(self._pins)
         if heads:
             total += heads_bytes(heads)
+        if self._written._log is not None:
+            total += self._written._log.held_bytes()
         for tree in (self._written, self._tree):
             index: NodeIndex | None = tree._index
             while index is not None:
@@ -1231,7 +1303,7 @@ class Session:
             kept = {pin: tree.node(pin) for pin in self._pins}
             held = self._refs()
             fresh, _ = journal.stored(self._number)
-            if (fresh._count, fresh._moves) != (tree._count, tree._moves):
+            if (fresh._count, fresh._moves, fresh._said) != (tree._count, tree._moves, tree._said):
                 return False
             if not (self._tree is tree and self._written is tree and told[0] is tree):
                 return False  # a signal handler wrote something; from here to the next line no call is made

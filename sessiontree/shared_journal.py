@@ -280,6 +280,7 @@ class SharedJournal(Journal):
             if not ordinals:
                 return []
             with suppress(Overtaken, WriteLost):
+                self._keep_prefixes(columns, number, ordinals)
                 self.drop(number, ordinals)
                 return self._ids_of(columns, number, ordinals)
 

@@ -2,7 +2,7 @@
 
 A :class:`SessionTree` is (index, count, heads): it sees the first ``count`` nodes of an add-only index. Appending to the newest
 version adds to the index and gives a value that sees one more; appending to an older version opens a layer over what that
-version sees. No version ever changes, and none copies.
+version sees. No version ever changes, and none copies. Annotations are seen in the same way: the first so many of an add-only log.
 """
 
 from __future__ import annotations
@@ -17,6 +17,17 @@ from numpy.typing import ArrayLike
 from pyrsistent import PMap
 
 from sessiontree import query, render
+from sessiontree.annotation_log import (
+    AnnotationLog,
+    AnnotationSource,
+    Said,
+    annotation_of,
+    annotations_of,
+    inherited,
+    path_spans,
+    token_window,
+)
+from sessiontree.annotations import Annotation, TokenWindow, checked, said_over, same
 from sessiontree.details import NO_DETAILS, Details
 from sessiontree.digest import ID_BYTES
 from sessiontree.edits import Content, Edit, Plan, links_to, plan_linear, plan_prefix, plan_rewrite, without_bos
@@ -65,7 +76,9 @@ class SessionTree(Sealed):
     _count: int
     _heads: Heads
     _moves: int
-    _writes: bool  # whether it may add to its index while it is the newest value of it
+    _log: AnnotationLog | None  # None: nothing was ever said
+    _said: int  # how much of its log it sees
+    _writes: bool  # whether it may add to its index and its log while it is the newest value of them
 
     __init_subclass__ = no_subclasses
 
@@ -232,7 +245,7 @@ class SessionTree(Sealed):
 
     def _precedes(self, other: SessionTree) -> bool:
         """Whether ``other``, of the same session, has changes that this has not. To :meth:`drop` is none."""
-        return self._count + self._moves < other._count + other._moves
+        return self._count + self._moves + self._said < other._count + other._moves + other._said
 
     def head(self, name: str) -> Head:
         """The head of this name. Raises UnknownHead."""
@@ -262,6 +275,7 @@ class SessionTree(Sealed):
         positions: ExternalPositions | ArrayLike | None = None,
         strip_bos: int | None = None,
         derived_from: Iterable[Node | bytes] = (),
+        annotations: Mapping[str, Any] | None = None,
     ) -> tuple[SessionTree, Node]:
         """A prefilled turn under any node: (the tree with it, the node).
 
@@ -269,8 +283,9 @@ class SessionTree(Sealed):
         ``key`` with other content raises KeyTaken. ``positions``: this turn's position table where it comes from elsewhere.
         ``strip_bos``: the id of a BOS token that this turn loses if it begins with it and a history stands before it, as every
         rendering of a chat template does: ids, spans and positions together; None keeps all. ``derived_from``: nodes of this tree
-        that it was made of, wherever they stand, kept as links: what a summary sums up, what a subagent was sent from. Raises
-        UnknownNode, LimitExceeded, OutOfRange, MediaSpanError, PositionError; nothing has changed then.
+        that it was made of, wherever they stand, kept as links: what a summary sums up, what a subagent was sent from.
+        ``annotations``: said of the node, as by :meth:`annotate`. Raises UnknownNode, LimitExceeded, OutOfRange, MediaSpanError,
+        PositionError, and what annotate raises; nothing has changed then.
         """
         parent = self._resolve(parent)
         data = token_bytes(token_ids, self.limits.max_tokens)
@@ -280,7 +295,9 @@ class SessionTree(Sealed):
         details = NO_DETAILS if metadata is None else Details(freeze_metadata(metadata))
         if derived_from:
             details = details._replace(links=links_to(map(self._resolve, derived_from), parent, parent.stop))
-        return self._attach(parent, turn, details, reserved=self.limits.reserve_output)
+        said = {} if annotations is None else checked(annotations, turn.state.num_tokens - parent.stop, role)
+        tree, node = self._attach(parent, turn, details, reserved=self.limits.reserve_output)
+        return tree._annotated(node, said), node
 
     def truncate(self, node: Node | bytes, length: int) -> tuple[SessionTree, Node]:
         """The first ``length`` tokens of a node's path.
@@ -343,7 +360,7 @@ class SessionTree(Sealed):
         moves = self._moves + 1
         head = new_head(self._resolve(node), moves)
         heads = moved(self._heads, self._moves, name, head)
-        return _value(self._index, self._count, heads, moves, self._writes), head
+        return self._with(heads, moves), head
 
     def _check_head(self, name: str, expected: Head | Node | bytes | None) -> str:
         if type(name) is not str or not name.isascii():
@@ -370,10 +387,13 @@ class SessionTree(Sealed):
         return self._after_move(name, Dropped(self._moves + 1))
 
     def _after_move(self, name: str, change: Head | Dropped) -> SessionTree:
-        return _value(self._index, self._count, moved(self._heads, self._moves, name, change), change.version, self._writes)
+        return self._with(moved(self._heads, self._moves, name, change), change.version)
+
+    def _with(self, heads: Heads, moves: int) -> SessionTree:
+        return _value(self._index, self._count, heads, moves, self._log, self._said, self._writes)
 
     def _with_heads(self, heads: dict[str, Any], moves: int) -> SessionTree:
-        return _value(self._index, self._count, heads_of(heads, moves), moves, self._writes)
+        return self._with(heads_of(heads, moves), moves)
 
     def _moves_since(self, before: SessionTree) -> list[Move]:
         """Where heads went since an earlier value of the same session, in the order in which they did."""
@@ -386,6 +406,9 @@ class SessionTree(Sealed):
         """
         roots = [self._resolve(node) for node in nodes]
         self._check_held(roots, ((f"head {name!r}", head.node) for name, head in self._heads.items()))
+        return self._keeping_prefixes(roots)._without(roots)
+
+    def _without(self, roots: Sequence[Node]) -> SessionTree:
         lowest = self._index.bottom
         source = None if lowest._tip_source is None else lowest._tip_source()
         index = NodeIndex(lowest.root, lowest.limits, tip=lowest.tip, tip_source=source)
@@ -395,7 +418,11 @@ class SessionTree(Sealed):
                 gone.add(node.id)
             elif ordinal >= index.base_count:
                 index.add(node)
-        return _value(index, index.count, self._heads, self._moves, True)
+        said = [each for each in self._said_since(None) if index.find(each.node_id, index.count) is not None]
+        log = AnnotationLog() if said else None
+        if log is not None:
+            log.takes(0, said)
+        return _value(index, index.count, self._heads, self._moves, log, len(said), True)
 
     def _unreachable(self, held: Iterable[Node], recent: int) -> list[Node]:
         """The topmost of the nodes that lead to none that is held, nor to one of the last ``recent``."""
@@ -436,7 +463,7 @@ class SessionTree(Sealed):
         index = NodeIndex(self.root, limits, tip=tip, tip_source=self._index)
         for node in beside:
             index.add(node)
-        return _value(index, index.count, {}, 0, True)
+        return _value(index, index.count, {}, 0, _over(self._log, self._said), self._said, True)
 
     def linearize(self, results: Sequence[Node | bytes]) -> tuple[SessionTree, Node]:
         """One path through sibling turns, in the order given: (the tree with it, its last node).
@@ -453,7 +480,88 @@ class SessionTree(Sealed):
 
         Whoever goes on writing to the index hands out this: other people's values then never stand in its way.
         """
-        return _value(self._index, self._count, self._heads, self._moves, False)
+        return _value(self._index, self._count, self._heads, self._moves, self._log, self._said, False)
+
+    # Annotations
+
+    def annotations(self, node: Node | bytes) -> dict[str, Annotation]:
+        """What is said of a node, by name: its own annotations, and of its tokens those of a node that it is ``prefix_of``.
+
+        The nearest counts for each token; scalars are a node's own. Of a session on disk they are read. Raises UnknownNode.
+        """
+        return annotations_of(self._read_said, self.node, self._resolve(node))
+
+    def annotation(self, node: Node | bytes, name: str) -> Annotation | None:
+        """The same of one name; None where nothing is said. Raises UnknownNode."""
+        found = self._resolve(node)
+        return annotation_of(self._read_said, self.node, found, name)
+
+    def annotated(self, name: str) -> dict[bytes, Annotation]:
+        """What nodes have by this name themselves, by their ids, whether they are in the tree or not. O(what is said by it)."""
+        return {} if self._log is None else self._log.named(name, self._said)
+
+    def token_values(self, node: Node | bytes, name: str, start: int = 0, stop: int | None = None) -> TokenWindow:
+        """The :class:`TokenValues` of this name for tokens ``[start, stop)`` of a node's path, and of which tokens there are any.
+
+        Exactly stop - start rows, in path coordinates. Raises UnknownNode, OutOfRange; Unsupported where this name is something
+        else, or has rows of two types or shapes.
+        """
+        return token_window(self._read_said, self.node, self._resolve(node), name, start, stop)
+
+    def spans(
+        self, node: Node | bytes, name: str, start: int = 0, stop: int | None = None
+    ) -> tuple[tuple[int, int, int | str], ...]:
+        """The :class:`Spans` of this name for tokens ``[start, stop)`` of a node's path: (start, stop, value) each.
+
+        In path coordinates, half-open, clipped to the window. Raises UnknownNode, OutOfRange, Unsupported.
+        """
+        return path_spans(self._read_said, self.node, self._resolve(node), name, start, stop)
+
+    def _read_said(self, nodes: Sequence[Node], name: str | None) -> list[dict[str, Annotation]]:
+        return [{} for _ in nodes] if self._log is None else self._log.read(nodes, self._said, name)
+
+    def annotate(self, node: Node | bytes, annotations: Mapping[str, Any]) -> SessionTree:
+        """The tree with something more said of a node.
+
+        By name: a scalar, :class:`TokenValues`, :class:`Ragged`, :class:`Spans`, or an array of a row for each of its tokens. What
+        is said of a token later stands in the place of what was said before; the rest stays. Saying the same again changes
+        nothing. Raises UnknownNode, OutOfRange for tokens that the node has not, Unsupported for rows of another type or shape than
+        before, LimitExceeded for names; nothing has changed then.
+        """
+        node = self._resolve(node)
+        return self._annotated(node, checked(annotations, node.stop - node.start, node))
+
+    def _annotated(self, node: Node, values: Mapping[str, Annotation]) -> SessionTree:
+        """The same, of one of its own nodes, by values that were checked."""
+        own = self._read_said([node], None)[0]
+        more = []
+        for name, value in values.items():
+            older = own.get(name)
+            now = said_over(value, older, f"{name!r} of {node!r}")
+            if not same(now, older):
+                more.append(Said(node.id, name, now))
+        if not more:
+            return self
+        log = self._log
+        if log is None or not self._writes or not log.takes(self._said, more):
+            log = AnnotationLog(log, self._said)
+            log.takes(self._said, more)
+        return _value(self._index, self._count, self._heads, self._moves, log, self._said + len(more), self._writes)
+
+    def _said_since(self, before: SessionTree | None) -> list[Said]:
+        """The annotations that an earlier value of the same session has not; None: all there are in memory."""
+        if self._log is None:
+            return []
+        return self._log.since(self._said, *((None, 0) if before is None else (before._log, before._said)))
+
+    def _keeping_prefixes(self, roots: Sequence[Node]) -> SessionTree:
+        """The tree before ``roots`` go: what is said of them is said of those that are prefixes of them and stay."""
+        tree, gone = self, {root.id for root in roots}
+        for root in roots if self._said else ():
+            for other in self.siblings(root):
+                if other.id not in gone and any(link.kind == "prefix_of" and link.node_id == root.id for link in other.links):
+                    tree = tree._annotated(other, inherited(self._read_said, self.node, other))
+        return tree
 
     # Attaching what was planned
 
@@ -527,6 +635,8 @@ class SessionTree(Sealed):
             _set_count(tree, count + 1)
             _set_heads(tree, self._heads)
             _set_moves(tree, self._moves)
+            _set_log(tree, self._log if self._writes else _over(self._log, self._said))
+            _set_said(tree, self._said)
             _set_writes(tree, True)
             return tree, node
         finally:
@@ -569,7 +679,7 @@ def new_tree(lineage: Lineage, limits: Limits, paths: PathCache) -> SessionTree:
     index = NodeIndex(root, limits)
     extent.writer = index.writer
     index.add(root)
-    return _value(index, 1, {}, 0, True)
+    return _value(index, 1, {}, 0, None, 0, True)
 
 
 def limits_of(max_tokens: int | None, reserve_output: int) -> Limits:
@@ -590,19 +700,36 @@ _set_index = _SET["_index"]
 _set_count = _SET["_count"]
 _set_heads = _SET["_heads"]
 _set_moves = _SET["_moves"]
+_set_log = _SET["_log"]
+_set_said = _SET["_said"]
 _set_writes = _SET["_writes"]
 
 
-def stored_tree(index: NodeIndex, count: int, heads: dict[str, StoredHead], moves: int) -> SessionTree:
-    """The tree of a session that was opened again; ``index`` is its own to write to."""
-    return _value(index, count, heads_of(heads, moves), moves, True)
+def stored_tree(
+    index: NodeIndex, count: int, heads: dict[str, StoredHead], moves: int, annotations: AnnotationSource | None, said: int
+) -> SessionTree:
+    """The tree of a session that was opened again; ``index`` is its own to write to.
+
+    ``annotations``: where those are that were stored, None where there are none; ``said``: how many there were.
+    """
+    log = None if annotations is None else AnnotationLog(None, said, annotations)
+    return _value(index, count, heads_of(heads, moves), moves, log, said, True)
 
 
-def _value(index: NodeIndex, count: int, heads: Heads, moves: int, writes: bool) -> SessionTree:
+def _over(log: AnnotationLog | None, count: int) -> AnnotationLog | None:
+    """A log of its own over the first so many of another."""
+    return None if log is None else AnnotationLog(log, count)
+
+
+def _value(
+    index: NodeIndex, count: int, heads: Heads, moves: int, log: AnnotationLog | None, said: int, writes: bool
+) -> SessionTree:
     tree: SessionTree = _new(SessionTree)
     _set_index(tree, index)
     _set_count(tree, count)
     _set_heads(tree, heads)
     _set_moves(tree, moves)
+    _set_log(tree, log)
+    _set_said(tree, said)
     _set_writes(tree, writes)
     return tree

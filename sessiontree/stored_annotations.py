@@ -1,0 +1,48 @@
+"""Annotations that lie in a store: those of a session, over those of the sessions that it was forked from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sessiontree.annotations import Annotation
+from sessiontree.errors import CorruptTree
+from sessiontree.node import Node
+from sessiontree.stored import StoredIndex
+
+
+class StoredAnnotations:
+    """An :class:`~sessiontree.annotation_log.AnnotationSource`. ``indexes``: the nodes of each of those sessions, its own last.
+
+    It reads from where these read their nodes, so that it holds no place that the log has left.
+    """
+
+    def __init__(self, indexes: Sequence[StoredIndex]) -> None:
+        self._indexes = tuple(indexes)
+
+    def named(self, name: str) -> dict[bytes, Annotation]:
+        found: dict[bytes, Annotation] = {}
+        *above, own = self._indexes
+        if own.tip is not None:
+            path = own.tip.path()
+            found = {node.id: said[name] for node, said in zip(path, self._read(above, path, name), strict=True) if said}
+        if own.source.annotated:
+            found |= {record.node_id: record.value for record in own.source.annotations(None, name)}
+        return found
+
+    def read(self, nodes: Sequence[Node], name: str | None) -> list[dict[str, Annotation]]:
+        return self._read(self._indexes, nodes, name)
+
+    @staticmethod
+    def _read(indexes: Sequence[StoredIndex], nodes: Sequence[Node], name: str | None) -> list[dict[str, Annotation]]:
+        found: list[dict[str, Annotation]] = [{} for _ in nodes]
+        for index in indexes:  # what a fork says itself comes last, and counts
+            if not index.source.annotated:
+                continue
+            at = {ordinal: number for number, node in enumerate(nodes) if (ordinal := index.ordinal_of(node)) is not None}
+            for record in index.source.annotations(list(at), name):
+                number = at[record.ordinal]
+                if nodes[number].id != record.node_id:
+                    said = f"annotation {record.name!r} of node {record.ordinal} of session {record.session} is of another node"
+                    raise CorruptTree(said, session=record.session)
+                found[number][record.name] = record.value
+        return found

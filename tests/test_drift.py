@@ -328,6 +328,17 @@ def test_the_rest_of_a_long_node_counts() -> None:
         assert drift_between(known, [*encode("hello world, " * 100 + last + "."), END, *NEXT]) == drift
 
 
+def test_a_prompt_in_far_more_tokens_is_read_as_far_as_the_known_part_goes() -> None:
+    said = "hello wonderful world, " * 20
+    for last, drift in (("?", "content"), (" !", "whitespace"), ("!", "retokenised")):
+        assert drift_between([*encode(said + "!"), END], [*letters_of(said + last), END, *NEXT]) == drift
+    for last, drift in (("jello", "content"), ("hello", "whitespace")):  # what counts comes late
+        assert drift_between([*encode("hello"), END], [*letters_of(" " * 500), *encode(last), END, *NEXT]) == drift
+        assert drift_between([*encode("hello"), END], [*[EOT] * 500, *encode(last), END]) == (
+            drift if last == "jello" else "special"
+        )
+
+
 def test_nothing_is_asked_where_no_token_differs() -> None:
     def never(ids: list[int]) -> str:
         raise AssertionError

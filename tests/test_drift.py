@@ -286,6 +286,17 @@ def test_a_sample_is_found_behind_tokens_that_it_shares_with_others() -> None:
         assert (fork.node, fork.drift) == (sample, "retokenised")
 
 
+def test_a_sample_that_left_before_is_none_to_compare_with() -> None:
+    """Though from there on it says what the prompt says."""
+    session, body = text_session(), encode(" one two three four five six seven eight nine ten")
+    first = session.record(ASKED, [*encode("A"), *body, *encode(" red"), END]).completion
+    session.record(ASKED, [*encode("B"), *body, *letters_of(" blue"), END])
+    prompt = [*ASKED, *encode("A"), *body, *encode(" blue"), END]
+    fork = session.record(prompt, [1], decode=to_text, special_ids=SPECIAL).fork
+    assert fork is not None
+    assert (fork.node, fork.at, fork.drift) == (first, len(prompt) - 2, "content")
+
+
 class Counting:
     """A decoder that knows how much it was asked."""
 

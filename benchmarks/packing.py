@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from harness import Figure, median_of, report
 
 from engine_bridge import pack_rows, pack_tree, tree_mask
@@ -39,30 +40,41 @@ def rollouts(session: Session, sizes: tuple[int, int, int, int, int] = TREE, voc
     return [decoded(branch, reply_tokens) for branch in inner for _ in range(replies)]
 
 
-def tree_of_rows(rows: list[list[int]]) -> tuple[list[int], list[int], list[int], list[int]]:
-    """A peer: the tree found again, token by token. Ids, positions, parents and subtree ends, depth first."""
+def tree_of_rows(rows: list[list[int]], sampled: list[list[bool]]) -> tuple[torch.Tensor, ...]:
+    """A peer: the tree found again in rows and their loss masks, token by token.
+
+    Ids, positions, parents, subtree ends, and of the edges sources, targets and weights.
+    """
     root: dict[int, Any] = {}
-    for row in rows:
+    for row, mask in zip(rows, sampled, strict=True):
         at = root
-        for token in row:
-            at = at.setdefault(token, {})
+        for token, trained in zip(row, mask, strict=True):
+            entry = at.get(token)
+            if entry is None:
+                entry = at[token] = ({}, trained)
+            at = entry[0]
     ids: list[int] = []
     positions: list[int] = []
     parents: list[int] = []
-    stack = [(token, below, -1, 0) for token, below in reversed(root.items())]
+    targets: list[int] = []
+    stack = [(token, entry, -1, 0) for token, entry in reversed(root.items())]
     while stack:
-        token, below, parent, position = stack.pop()
+        token, (below, trained), parent, position = stack.pop()
         number = len(ids)
         ids.append(token)
         positions.append(position)
         parents.append(parent)
+        if trained and parent >= 0:
+            targets.append(number)
         stack += [(each, more, number, position + 1) for each, more in reversed(below.items())]
     ends = list(range(1, len(ids) + 1))
     for number in range(len(ids) - 1, 0, -1):
         parent = parents[number]
         if parent >= 0 and ends[parent] < ends[number]:
             ends[parent] = ends[number]
-    return ids, positions, parents, ends
+    sources = [parents[number] for number in targets]
+    made = (torch.tensor(numbers) for numbers in (ids, positions, parents, ends, sources, targets, [1.0] * len(targets)))
+    return tuple(made)
 
 
 def quickest(*calls: tuple[Callable[[], object], int]) -> list[float]:
@@ -79,15 +91,16 @@ def figures() -> Iterator[Figure]:
         rows = [leaf.input_ids().tolist() for leaf in leaves]
         packs = pack_tree(leaves)
         (pack,) = packs
-        found = tree_of_rows(rows)
-        ours = (pack.input_ids, pack.position_ids[0], pack.parent, pack.tok_end)
-        assert all(one.tolist() == other for one, other in zip(ours, found, strict=True))
+        sampled = [[node.origin == "generated" for node in leaf.path() for _ in range(len(node))] for leaf in leaves]
+        found = tree_of_rows(rows, sampled)
+        ours = (pack.input_ids, pack.position_ids[0], pack.parent, pack.tok_end, *pack.edges)
+        assert all(torch.equal(one.to(other.dtype), other) for one, other in zip(ours, found, strict=True))
         host = pack.tok_end.numpy()
         packing, mean, mask, peer = quickest(
             (lambda: pack_tree(leaves), 50),
             (lambda: pack_tree(leaves, weighting="per_branch_mean"), 50),
             (lambda: tree_mask.block_mask(host, pack.tok_end, 128), 50),
-            (lambda: tree_of_rows(rows), 1),
+            (lambda: tree_of_rows(rows, sampled), 1),
         )
         what = "pack 8k + 8 × 1k + 32 × 512"
         yield Figure(f"{what}, host", packing, "ms", 1, peers={"trie of token lists": peer}, note=f"{len(pack):,} tokens")

@@ -84,6 +84,22 @@ class Forest:
         chain.reverse()
         return chain
 
+    def path_ranges(self) -> list[list[slice]]:
+        """For each row, where the sequence has its path, in path order; what is contiguous is one."""
+        starts, stops = self.starts.tolist(), self.stops.tolist()
+        firsts: list[int] = []  # of each segment's contiguous stretch
+        for number, segment in enumerate(self.segments):
+            goes_on = segment.before >= 0 and stops[segment.before] == starts[number]
+            firsts.append(firsts[segment.before] if goes_on else number)
+        found = []
+        for end in self.row_ends:
+            at, ranges = end, []
+            while at >= 0:
+                ranges.append(slice(starts[firsts[at]], stops[at]))
+                at = self.segments[firsts[at]].before
+            found.append(ranges[::-1])
+        return found
+
     def each_token(self, values: Any) -> NDArray[Any]:
         """One value a segment as one a token."""
         return np.repeat(np.asarray(values), self.stops - self.starts)

@@ -207,7 +207,7 @@ class LossWeights:
     packed: NDArray[np.float64]
     _base: NDArray[np.float64]
     _row_shares: NDArray[np.float64] | None  # what each row's tokens count in it; None: they count in the first row that has them
-    _owners: Sequence[int]  # by segment: the first row that has it
+    _owners: NDArray[np.int64]  # (tokens,): the first row that has it
 
     @classmethod
     def of(cls, forest: Forest, said: Said, weighting: Weighting, factors: Sequence[str]) -> LossWeights:
@@ -234,16 +234,13 @@ class LossWeights:
             at = int(np.isfinite(base).argmin())
             node = forest.segments[int(np.searchsorted(forest.stops, at, "right"))].node
             raise OutOfRange(f"a token of {node!r} has the weight {base[at]}", value=float(base[at]), limit=None)
-        return cls(forest, trained, packed, base, shares, _owners(forest))
+        return cls(forest, trained, packed, base, shares, forest.each_token(_owners(forest)))
 
-    def of_row(self, row: int) -> NDArray[np.float64]:
-        """Weights of the tokens of one row's path: (its tokens,) float64. Those of all rows add up to the packed ones."""
-        parts = []
-        for number in self.forest.chain(self.forest.row_ends[row]):
-            base = self._base[self.forest.starts[number] : self.forest.stops[number]]
-            share = float(self._owners[number] == row) if self._row_shares is None else self._row_shares[row]
-            parts.append(base * share)
-        return np.concatenate(parts) if parts else np.zeros(0)
+    def in_row(self, row: int, where: slice) -> NDArray[np.float64]:
+        """What a stretch of tokens on one row's path counts in that row. Those of all rows add up to the packed weights."""
+        if self._row_shares is None:
+            return np.where(self._owners[where] == row, self._base[where], 0)
+        return self._base[where] * float(self._row_shares[row])
 
 
 def _trained(forest: Forest, said: Said) -> NDArray[np.bool_]:

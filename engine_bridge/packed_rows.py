@@ -95,11 +95,9 @@ def pack_rows(
     labels, row_weights = np.full(shape, IGNORED, np.int64), np.zeros(shape)
     spans: list[BatchSpan] = []
     tokens, table = forest.input_ids(), forest.positions(mode) if rows else positions
-    for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+    for number, (row, length, ranges) in enumerate(zip(rows, lengths, forest.path_ranges(), strict=True)):
         start = int(bounds[number]) if packed else longest - length if padding == "left" else 0
         line, columns = (0 if packed else number), slice(start, start + length)
-        chain = forest.chain(forest.row_ends[number])
-        ranges = [slice(forest.starts[each], forest.stops[each]) for each in chain]
 
         def along(values: NDArray[Any], ranges: list[slice] = ranges) -> NDArray[Any]:
             return np.concatenate([values[..., each] for each in ranges], axis=-1) if ranges else values[..., :0]
@@ -110,7 +108,7 @@ def pack_rows(
             target = along(weights.trained)[1:]
             shifted = slice(start, start + length - 1)
             labels[line, shifted] = np.where(target, ids[line, start + 1 : start + length], IGNORED)
-            row_weights[line, shifted] = np.where(target, weights.of_row(number)[1:], 0)
+            row_weights[line, shifted] = np.where(target, np.concatenate([weights.in_row(number, each) for each in ranges])[1:], 0)
         spans += [BatchSpan(number, item, at + start, end + start, first) for item, at, end, first in clipped_spans(row, 0, length)]
     position_ids: NDArray[Any] = positions[0] if axes == 1 else positions
     if packed and axes == 1:

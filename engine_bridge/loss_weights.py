@@ -32,8 +32,8 @@ _NAMED: Final = ("once", "per_branch_mean")
 class Annotated(Protocol):
     """A Session or a SessionTree."""
 
-    def annotation(self, node: Node, name: str, /) -> Annotation | None:
-        """What is said of a node by a name, of its tokens also by the node that it is a prefix of; None where that is nothing."""
+    def annotation_of_each(self, nodes: Sequence[Node], name: str, /) -> Sequence[Annotation | None]:
+        """What is said of nodes by a name, of their tokens also by nodes that they are prefixes of; None where that is nothing."""
 
     def node(self, node_id: bytes, /) -> Node:
         """The node of an id. Raises UnknownNode."""
@@ -47,11 +47,11 @@ class Said:
     """What annotations say of nodes, each asked for once."""
 
     def __init__(self, annotations: Annotations | None) -> None:
-        if not (annotations is None or hasattr(annotations, "annotation") or callable(annotations)):
+        if not (annotations is None or hasattr(annotations, "annotation_of_each") or callable(annotations)):
             kind = type(annotations).__name__
             raise TypeError(f"annotations are a Session, a SessionTree, or a function from a node to one, not {kind}")
         self._source: Any = annotations
-        self._one = hasattr(annotations, "annotation")
+        self._one = hasattr(annotations, "annotation_of_each")
         self._known: dict[tuple[bytes, str], Annotation | None] = {}
 
     def of(self, node: Node, name: str) -> Annotation | None:
@@ -60,8 +60,16 @@ class Said:
             return None
         key = node.id, name
         if key not in self._known:
-            self._known[key] = (self._source if self._one else self._source(node)).annotation(node, name)
+            (self._known[key],) = (self._source if self._one else self._source(node)).annotation_of_each([node], name)
         return self._known[key]
+
+    def ask(self, nodes: Sequence[Node], names: Iterable[str]) -> None:
+        """Ask for some names of nodes at once, where one tree has all of them."""
+        if self._source is not None and self._one:
+            for name in names:
+                asked = [node for node in nodes if (node.id, name) not in self._known]
+                found = self._source.annotation_of_each(asked, name) if asked else ()
+                self._known.update(zip([(node.id, name) for node in asked], found, strict=True))
 
     def find(self, beside: Node, node_id: bytes) -> Node | None:
         """Another node of the tree that ``beside`` is of; None where it is not there, or no tree was given."""
@@ -322,5 +330,7 @@ def planned(
     """What packs and rows are made from. Raises as its parts."""
     nodes, annotations = leaves_of(leaves, annotations)
     said = Said(annotations)
+    paths = {node.id: node for leaf in nodes for node in leaf.path()}
+    said.ask(list(paths.values()), (TRAIN, LOSS_MASK, *factors))
     forest = Forest.of(trained_rows(nodes, said), mode, said.find)
     return said, LossWeights.of(forest, said, weighting, factors)

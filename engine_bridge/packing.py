@@ -110,6 +110,7 @@ class TreePack:
         or another loss's weights. Raises Unsupported for text and lists, and for rows of two shapes.
         """
         part = self._part
+        self._said.ask(self.nodes, (name,))
         parts = []
         for (start, stop), number in zip(part.bounds, part.numbers, strict=True):
             node, first, last, _ = part.forest.segments[number]

@@ -126,6 +126,14 @@ class AnnotationLog:
         last = {(said.node_id, said.name): said for layer in reversed(layers) for said in layer}
         return list(last.values())
 
+    def node_ids(self, count: int) -> Iterator[bytes]:
+        """Ids of the nodes of which something is said within the first ``count``, some more than once. Not of what is stored."""
+        log: AnnotationLog | None = self
+        while log is not None:
+            yield from (said.node_id for said in log._said[: max(0, count - log.base_count)])
+            count = min(count, log.base_count)
+            log = log.base
+
     def held_bytes(self) -> int:
         """About how many bytes it takes, without what it lies over."""
         return getsizeof(self._by_node) + self._nbytes

@@ -38,6 +38,19 @@ ADVANTAGE: Final = "advantage"
 #: False: neither this node nor anything below it is ever trained on.
 TRAIN: Final = "train"
 
+STANDARD_NAMES: Final = (
+    LOGPROBS,
+    REF_LOGPROBS,
+    LOSS_MASK,
+    LOSS_WEIGHT,
+    WEIGHT_VERSION,
+    ROUTED_EXPERTS,
+    TOP_P_IDS,
+    REWARD,
+    ADVANTAGE,
+    TRAIN,
+)
+
 MAX_NAME: Final = 256
 _NUMBERS: Final = "biuf"
 _OVERHEAD: Final = 200  # bytes of a value beside its arrays, and of what finds it

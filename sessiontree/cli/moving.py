@@ -194,9 +194,9 @@ def copy(
 ) -> int:
     """Bring sessions from one store to another.
 
-    With heads, pins, forks, annotations, features and aliases of their media. What was begun goes on: sessions that TO has are left alone if
-    they are equal, get what they lack if they are an earlier state, and are refused if they are anything else. In the end both
-    sides are read and the digests of each session compared. Exit code 1: they differ, or are refused.
+    With heads, pins, forks, annotations, features and aliases of their media. What was begun goes on: sessions that TO has are
+    left alone if they are equal, get what they lack if they are an earlier state, and are refused if they are anything else. In
+    the end both sides are read and the digests of each session compared. Exit code 1: they differ, or are refused.
     """
     from sessiontree.copying import copy_sessions  # noqa: PLC0415
 

@@ -196,7 +196,7 @@ def test_nan_is_one_value() -> None:
     assert session.tree._said == before._said
     session.annotate(session.root, {"x": 0.0})
     session.annotate(session.root, {"x": -0.0})
-    assert math.copysign(1, session.annotations(session.root)["x"]) == -1
+    assert repr(session.annotation(session.root, "x")) == "-0.0"
 
 
 def record_of(value: Any, name: Any = "x") -> bytes:
@@ -308,7 +308,7 @@ REFUSED: Final[dict[str, tuple[Any, type[Exception]]]] = {
     "complex numbers": (np.ones(4, complex), TypeError),
     "times": (np.zeros(4, "datetime64[s]"), TypeError),
     "long doubles": (np.ones(4, np.longdouble), TypeError),
-    "a masked array": (np.ma.masked_array([1, 2, 3, 4], [0, 1, 0, 0]), TypeError),
+    "a masked array": (np.ma.masked_array([1, 2, 3, 4], [False, True, False, False]), TypeError),
     "records": (np.zeros(4, [("a", "i4")]), TypeError),
     "lists of lists of several lengths": ([[1], [2, 3], [], [4]], TypeError),
     "a tensor that NumPy has no type for": (torch.ones(4, dtype=torch.bfloat16), TypeError),
@@ -444,7 +444,7 @@ def test_what_is_handed_out_may_change() -> None:
     node = session.append(
         session.root, [1, 2, 3, 4], annotations={"rows": np.arange(4.0), "lists": Ragged.of([[1], [2, 3], [], [4]]), "s": 1}
     )
-    found = session.annotations(node)
+    found: dict[str, Any] = session.annotations(node)
     expected = {name: by_token(value) for name, value in found.items()}
     for array in (
         found["rows"].stretches[0][1],
@@ -458,8 +458,9 @@ def test_what_is_handed_out_may_change() -> None:
             torch.from_numpy(array).fill_(1 if array.dtype == bool else 77)
     found.clear()
     assert {name: by_token(value) for name, value in session.annotations(node).items()} == expected
+    value: Any = session.annotation(node, "rows")
     with pytest.raises(AttributeError):
-        session.annotations(node)["rows"]._parts = ()
+        value._parts = ()
 
 
 @pytest.mark.parametrize("kind", [TokenValues, Ragged, Spans])

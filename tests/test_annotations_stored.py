@@ -535,7 +535,7 @@ class Annotating(RuleBasedStateMachine):
             self.store = self.open()
 
     @rule()
-    def bundle(self) -> None:
+    def export(self) -> None:
         """What is exported and taken in elsewhere says the same."""
         if self.counter % 5:
             return
@@ -559,7 +559,7 @@ class Annotating(RuleBasedStateMachine):
 @pytest.mark.parametrize("durability", [None, *DURABILITIES])
 def test_whatever_happens_to_a_store_the_annotations_are_those_of_the_model(durability: Any, tmp_path: Path) -> None:
     kind = type("Machine", (Annotating,), {"durability": durability, "scratch": tmp_path})
-    run_state_machine_as_test(kind, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(kind, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))
 
 
 # --- bundles and copies -----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import errno
 import itertools
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -389,12 +389,16 @@ class Annotating(RuleBasedStateMachine):
                     self.check(name, node_id)
             self.store.close()
 
-    def pick(self, data: st.DataObject) -> tuple[str, Model, Session, Node]:
+    def pick(
+        self, data: st.DataObject, liked: Callable[[Model], Collection[bytes]] = lambda _: ()
+    ) -> tuple[str, Model, Session, Node]:
+        """Any node of any session; mostly one that is liked, where there is one."""
         name = data.draw(st.sampled_from(sorted(self.models)))
         model = self.models[name]
-        at = data.draw(st.integers(0, len(model.nodes) - 1))
+        wanted = [node_id for node_id in model.nodes if node_id in liked(model)]
+        at = data.draw(st.sampled_from(wanted if wanted and data.draw(st.integers(0, 3)) else list(model.nodes)))
         session = self.store.get(name)
-        return name, model, session, session.node(list(model.nodes)[at])
+        return name, model, session, session.node(at)
 
     def check(self, name: str, node_id: bytes) -> None:
         session = self.store.get(name)
@@ -448,9 +452,9 @@ class Annotating(RuleBasedStateMachine):
                 if link.kind == "prefix_of":
                     model.whole[node.id] = link.node_id
 
-    @rule(data=st.data(), size=st.integers(1, 5), how=st.sampled_from(["append", "commit"]))
+    @rule(data=st.data(), size=st.integers(2, 6), how=st.sampled_from(["append", "commit"]))
     def grow(self, data: st.DataObject, size: int, how: str) -> None:
-        name, model, session, parent = self.pick(data)
+        name, model, session, parent = self.pick(data, lambda model: model.whole)
         said = self.drawn(data, size)
         values = {each: value for each, (value, _) in said.items()}
         self.counter += 1
@@ -468,7 +472,7 @@ class Annotating(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def annotate(self, data: st.DataObject) -> None:
-        name, model, session, node = self.pick(data)
+        name, model, session, node = self.pick(data, lambda model: {*model.whole, *model.whole.values()})
         if name == "0" and node.id in self.forked:
             return
         if name != "0" and sum(node.id in other.nodes for other in self.models.values()) > 2:
@@ -484,16 +488,37 @@ class Annotating(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def cut(self, data: st.DataObject) -> None:
-        name, _, session, node = self.pick(data)
-        if node.stop:
-            part = session.truncate(node, data.draw(st.integers(1, node.stop)))
+        name, _, session, node = self.pick(data, lambda model: {each for each, (_, count) in model.nodes.items() if count > 1})
+        if node.stop > node.start + 1:
+            part = session.truncate(node, data.draw(st.integers(node.start + 1, node.stop - 1)))
             self.add(name, part)
             self.check(name, part.id)
+
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        """A reply of which everything is said is cut, and something else is said of what is left."""
+        name, model, session, parent = self.pick(data)
+        self.counter += 1
+        reply = session.append(parent, [self.counter] * 6)
+        self.add(name, reply)
+        rows = TokenValues(np.full((6, 2), self.counter % 251, np.uint8))
+        spans = Spans([(0, 6, self.counter)])
+        session.annotate(reply, {"rows": rows, "spans": spans})
+        model.say(reply.id, "rows", by_token(rows))
+        model.say(reply.id, "spans", dict.fromkeys(range(6), self.counter))
+        part = session.truncate(reply, data.draw(st.integers(reply.start + 1, reply.stop - 1)))
+        self.add(name, part)
+        said = self.drawn(data, part.stop - part.start)
+        session.annotate(part, {each: value for each, (value, _) in said.items()})
+        for each, (_, expected) in said.items():
+            model.say(part.id, each, expected)
+        self.check(name, part.id)
+        self.check(name, reply.id)
 
     @precondition(lambda self: len(self.models) < 3)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
-        _, model, session, node = self.pick(data)
+        _, model, session, node = self.pick(data, lambda model: model.whole)
         name = str(len(self.models))
         made = self.store.fork(session, node, name)
         path = [each.id for each in node.path()]
@@ -505,7 +530,7 @@ class Annotating(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        _, model, session, node = self.pick(data)
+        _, model, session, node = self.pick(data, lambda model: set(model.whole.values()))
         with suppress(SessionTreeError):
             session.drop(node)
             gone = {node.id}

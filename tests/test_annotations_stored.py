@@ -124,6 +124,26 @@ def test_a_fork_at_a_prefix_keeps_what_the_whole_said_when_that_is_gone() -> Non
         assert store.get("fork").token_values(deep.id, "v").values.tolist() == [1, 2, 5]
 
 
+@durabilities
+@pytest.mark.parametrize("how", ["drop", "gc"])
+def test_a_prefix_keeps_what_the_whole_said_when_that_is_gone(how: str, durability: Any) -> None:
+    disk = Disk()
+    with open_on(disk, durability=durability) as store:
+        session = text_session(store)
+        node = session.append(session.root, range(4), annotations=everything(4))
+        part = session.truncate(node, 3)
+        session.annotate(part, {LOGPROBS: TokenValues(np.array([7], np.float32), 1)})
+        session.set_head("main", part)
+        expected = seen(session, part)
+        if how == "drop":
+            session.drop(node)
+            assert seen(session, part) == expected
+        store.gc(recent=0)
+        assert len(session.tree) == 2 and seen(session, part) == expected
+    with open_on(disk) as store:
+        assert seen(store.get("s"), part.id) == expected
+
+
 @pytest.mark.parametrize("how", ["commit", "append", "record"])
 def test_a_cut_anywhere_never_shows_a_node_without_what_was_said_with_it(how: str) -> None:
     """At every byte of the log, from before it was made."""

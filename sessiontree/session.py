@@ -1180,6 +1180,7 @@ class Session:
         """What is said of nodes that are to go is said of those that are prefixes of them and stay."""
         if not self._tree._said:
             return
+        journal.flush()  # what is to go may be asked of the disk
 
         def keep(tree: SessionTree) -> tuple[SessionTree, None]:
             return tree._keeping_prefixes([tree.node(tree._index.id_of(ordinal)) for ordinal in doomed(tree) if ordinal]), None

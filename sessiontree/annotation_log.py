@@ -9,6 +9,7 @@ A log may lie over that of the session a tree was forked from, and over what a s
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from sys import getsizeof
 from typing import Any, Final, NamedTuple, Protocol
@@ -52,7 +53,7 @@ class AnnotationLog:
         self._busy = False  # somebody is adding to it; whoever comes in between on the same thread leaves it alone
         self._lock = new_lock()
         self._said: list[Said] = []
-        self._by_node: dict[bytes, list[int]] = {}
+        self._by_node: dict[bytes, dict[str, list[int]]] = {}  # numbers of what was said by each name, in order
         self._nbytes = 0
 
     @property
@@ -72,7 +73,7 @@ class AnnotationLog:
                 for said in more:
                     self._nbytes += _ENTRY_BYTES + value_bytes(said.value)
                     self._said.append(said)
-                    self._by_node.setdefault(said.node_id, []).append(self.count - 1)
+                    self._by_node.setdefault(said.node_id, {}).setdefault(said.name, []).append(self.count - 1)
             finally:
                 self._busy = False
             return True
@@ -83,11 +84,11 @@ class AnnotationLog:
         log: AnnotationLog | None = self
         while log is not None:
             for node, values in zip(nodes, found, strict=True) if log._by_node else ():
-                for number in reversed(log._by_node.get(node.id, ())):
-                    if number < count:
-                        said = log._said[number - log.base_count]
-                        if name is None or said.name == name:
-                            values.setdefault(said.name, said.value)
+                names = log._by_node.get(node.id, {})
+                for each in list(names) if name is None else (name,):  # in one step: others add to it
+                    numbers = names.get(each, ())
+                    if each not in values and (last := bisect_left(numbers, count)):
+                        values[each] = log._said[numbers[last - 1] - log.base_count].value
             if log.source is not None:
                 for values, stored in zip(found, log.source.read(nodes, name), strict=True):
                     for each, value in stored.items():
@@ -125,6 +126,14 @@ class AnnotationLog:
             log = log.base
         last = {(said.node_id, said.name): said for layer in reversed(layers) for said in layer}
         return list(last.values())
+
+    def node_ids(self, count: int) -> Iterator[bytes]:
+        """Ids of the nodes of which something is said within the first ``count``, some more than once. Not of what is stored."""
+        log: AnnotationLog | None = self
+        while log is not None:
+            yield from (said.node_id for said in log._said[: max(0, count - log.base_count)])
+            count = min(count, log.base_count)
+            log = log.base
 
     def held_bytes(self) -> int:
         """About how many bytes it takes, without what it lies over."""

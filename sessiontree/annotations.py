@@ -38,8 +38,22 @@ ADVANTAGE: Final = "advantage"
 #: False: neither this node nor anything below it is ever trained on.
 TRAIN: Final = "train"
 
+STANDARD_NAMES: Final = (
+    LOGPROBS,
+    REF_LOGPROBS,
+    LOSS_MASK,
+    LOSS_WEIGHT,
+    WEIGHT_VERSION,
+    ROUTED_EXPERTS,
+    TOP_P_IDS,
+    REWARD,
+    ADVANTAGE,
+    TRAIN,
+)
+
 MAX_NAME: Final = 256
 _NUMBERS: Final = "biuf"
+_LARGEST: Final = 8  # bytes of a number: what is larger is not the same on every machine
 _OVERHEAD: Final = 200  # bytes of a value beside its arrays, and of what finds it
 
 Scalar = bool | int | float | str
@@ -136,13 +150,14 @@ class OfTokens(Sealed):
 
     @classmethod
     def from_fields(cls, fields: tuple[Part, ...]) -> Self:
-        """What has these fields. Raises TypeError, ValueError or OutOfRange where none has."""
+        """What has these fields. Raises TypeError, ValueError, OutOfRange or Unsupported where none has."""
         made = cls._of(cls._checked(part) for part in fields)
         if len(made._parts) != len(fields) or any(one[0] > other[0] for one, other in pairwise(made._parts)):
             raise ValueError("parts are in order, and those that can be one are one")
         for one, other in pairwise(made._parts):
             if cls._stop(one) > other[0]:
                 raise ValueError(f"a part begins at {other[0]}, inside the one before")
+            cls._of([one])._check_like(cls._of([other]), "one part")
         return made
 
     @property
@@ -201,7 +216,10 @@ class TokenValues(OfTokens):
         return self._parts[0][1].shape[1:] if self._parts else ()
 
     def read(self, start: int, stop: int) -> TokenWindow:
-        """The values of the tokens ``[start, stop)``, zeros where there are none."""
+        """The values of the tokens ``[start, stop)``, zeros where there are none. Raises OutOfRange."""
+        start, stop = _offset(start), _offset(stop)
+        if stop < start:
+            raise OutOfRange(f"tokens [{start}, {stop})", value=stop, limit=start)
         window = TokenWindow.empty(stop - start, self.dtype, self.row_shape)
         self.write(window, start, stop, 0)
         return window
@@ -325,7 +343,10 @@ class Spans(OfTokens):
     def __new__(cls, spans: Iterable[tuple[int, int, int | str]]) -> Spans:
         checked: list[Part] = []
         for span in spans:
-            start, stop, value = span
+            try:
+                start, stop, value = span
+            except ValueError:
+                raise TypeError("a span is (start, stop, value)") from None
             value = freeze(value, "a span's value")
             if type(value) not in (int, str):
                 raise TypeError(f"a span's value is an int or text, not {type(value).__name__}")
@@ -461,9 +482,11 @@ def _offset(value: Any) -> int:
 
 
 def _numbers(values: Any, what: str) -> NDArray[Any]:
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError(f"{what} are all there; a masked array says of some that they are not")
     array = frozen_array(values)
-    if array.dtype.kind not in _NUMBERS:
-        raise TypeError(f"{what} are numbers or bools, not {array.dtype}")
+    if array.dtype.kind not in _NUMBERS or array.dtype.itemsize > _LARGEST:
+        raise TypeError(f"{what} are bools or numbers of up to 64 bits, not {array.dtype}")
     return array
 
 

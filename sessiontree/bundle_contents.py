@@ -3,6 +3,7 @@
 The records come in this order, those of codec and pieces of features, a kind of their own::
 
     a session, then its nodes in commit order; the next session, and so on
+    annotations, of a session in the order of its nodes, each name of a node once, all of version 1
     features of media, each content in pieces, where they were asked for
     what aliases name, where that is media of a session in the same namespace
     pins
@@ -17,9 +18,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sessiontree import codec
 from sessiontree.backends.blobs import content_digest, read_arrays
@@ -35,7 +38,15 @@ from sessiontree.tokens import TOKEN_BYTES
 
 #: The kind of a piece of features: ``ordinal`` counts the pieces of one content, ``id`` is the digest that its file is named after.
 FEATURES: Final = 64
-_ORDER: Final = {codec.SESSION: 0, codec.NODE: 0, FEATURES: 1, codec.ALIAS: 2, codec.PIN: 3, codec.HEAD: 4}
+_ORDER: Final = {
+    kind: rank
+    for rank, kinds in enumerate(
+        ((codec.SESSION, codec.NODE), (codec.ANNOTATION,), (FEATURES,), (codec.ALIAS,), (codec.PIN,), (codec.HEAD,))
+    )
+    for kind in kinds
+}
+#: Of every annotation in a bundle, where each has but one.
+VERSION: Final = 1
 
 
 def encode_piece(number: int, content: bytes, data: bytes) -> bytes:
@@ -95,8 +106,8 @@ class Contents:
 
     Places are numbers of entries; the place of a session is that of its root. ``sessions``: by number, their records, and beside
     them ``rules``, their schemes, ``starts`` and ``stops``, their places, ``tips``, where the path of a fork ends, ``pins``, places
-    of nodes, and ``heads``, each a name, a place and a version. ``parents``: the place of each node's parent, across forks; -1 of a
-    root. ``features``: the places of each content's pieces.
+    of nodes, ``said``, places of annotations, and ``heads``, each a name, a place and a version. ``parents``: the place of each
+    node's parent, across forks; -1 of a root. ``features``: the places of each content's pieces.
     """
 
     def __init__(self, file: BundleFile, path: str) -> None:
@@ -122,6 +133,7 @@ class Contents:
             self._session(start, stop)
         if len({record.session_id for record in self.sessions}) < len(self.sessions):
             raise self.wrong("a session stands in it twice")
+        self.said = self._annotations(np.flatnonzero(kinds == codec.ANNOTATION))
         self.features: dict[bytes, list[int]] = {}
         for place in np.flatnonzero(kinds == FEATURES).tolist():
             self._piece(place)
@@ -175,6 +187,16 @@ class Contents:
         if not record.data and self.parents[parent] < 0:
             raise self.wrong(f"node {record.id[:4].hex()} is an empty turn under the root")
         return record
+
+    def annotation(self, place: int) -> tuple[int, codec.AnnotationRecord]:
+        """An annotation, read, and the place of its node, which it is checked to be of. Raises CorruptTree."""
+        record = self._record(place)
+        if not isinstance(record, codec.AnnotationRecord) or not record.session < len(self.sessions):
+            raise self.wrong("an annotation is none")
+        at = self._place(record.session, record.ordinal)
+        if record.node_id != self.id(at):
+            raise self.wrong(f"annotation {record.name!r} of node {record.node_id[:4].hex()} stands at {self.id(at)[:4].hex()}")
+        return at, record
 
     def arrays(self, content: bytes) -> dict[str, FeatureArray] | None:
         """The features of a content, by its digest, checked. Raises CorruptTree."""
@@ -258,6 +280,20 @@ class Contents:
         for _ in range(self._first[number] - 1 - depth):
             place = self.parents[place]
         return place
+
+    def _annotations(self, places: NDArray[np.int64]) -> list[range]:
+        """Of each session where its annotations are: theirs come in the order of sessions, and of nodes."""
+        rows = self.entries[places]
+        sessions = rows["session"].astype(np.int64)
+        keys = rows["session"].astype(np.uint64) << np.uint64(32) | rows["ordinal"]
+        names = zip(keys.tolist(), map(bytes, rows["id"]), strict=True)
+        if (np.diff(keys.astype(np.int64)) < 0).any() or (rows["key"] != VERSION).any() or len(set(names)) < len(rows):
+            raise self.wrong("annotations are not those of a bundle, in their order")
+        ends = np.searchsorted(sessions, np.arange(len(self.sessions) + 1)).tolist()
+        if ends[-1] < len(rows):
+            raise self.wrong(f"annotations of session {sessions[-1]}, which it has not")
+        first = int(places[0]) if len(places) else 0
+        return [range(first + start, first + stop) for start, stop in pairwise(ends)]
 
     def _piece(self, place: int) -> None:
         content = self.id(place)

@@ -16,6 +16,7 @@ import os
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from typing import Any, Final, Literal, NamedTuple
 
@@ -23,11 +24,14 @@ import attrs
 import numpy as np
 
 from sessiontree import codec
+from sessiontree.annotated import annotated
+from sessiontree.annotation_log import Said
+from sessiontree.annotations import Annotation, OfTokens, said_over, same
 from sessiontree.backends.base import Progress
 from sessiontree.backends.blobs import content_digest, encoded_arrays
 from sessiontree.backends.bundle_file import BundleWriter
 from sessiontree.backends.system import System
-from sessiontree.bundle_contents import BundledFeatures, Contents, encode_piece, open_contents
+from sessiontree.bundle_contents import VERSION, BundledFeatures, Contents, encode_piece, open_contents
 from sessiontree.details import Details
 from sessiontree.digest import ID_BYTES, pack, root_id
 from sessiontree.errors import (
@@ -52,7 +56,7 @@ from sessiontree.stored import NodeSource, StoredHead, StoredIndex
 from sessiontree.tree import SessionTree
 from sessiontree.turns import Turn
 
-__all__ = ["Bundle", "ExportReport", "HeadKept", "ImportReport", "export_bundle", "import_bundle", "open_bundle"]
+__all__ = ["AnnotationKept", "Bundle", "ExportReport", "HeadKept", "ImportReport", "export_bundle", "import_bundle", "open_bundle"]
 
 #: What a compressed bundle may expand to, unless the reader says otherwise.
 MAX_BYTES: Final = 2**34
@@ -67,7 +71,8 @@ class ExportReport:
     """What a bundle holds. ``nodes``: roots not counted, nor paths that forks share; ``media``: contents whose features are there.
 
     ``skipped``: nodes that cannot be read, in a store that was opened to serve what is sound of it, and those below them;
-    ``left_out``: ids of sessions that cannot be read at all there.
+    ``left_out``: ids of sessions that cannot be read at all there. ``annotations``: names, of each node by itself; ``unread``: of
+    how many nodes there they cannot be read, and none is taken.
     """
 
     path: str
@@ -80,6 +85,8 @@ class ExportReport:
     skipped: int
     pins: int
     left_out: tuple[str, ...] = ()
+    annotations: int = 0
+    unread: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The same in plain types."""
@@ -97,12 +104,21 @@ class HeadKept:
 
 
 @attrs.frozen
+class AnnotationKept:
+    """An annotation that stayed as it was where the bundle says something else: of a whole node, of some tokens, or of a kind."""
+
+    session_id: str
+    node_id: bytes
+    name: str
+
+
+@attrs.frozen
 class ImportReport:
     """What an import did. ``created``, ``merged``: sessions that were not there, and that were.
 
     ``nodes_added``: that were not there; ``nodes_known``: that were. ``heads_set``: made or moved. ``media``: contents whose
     features came; ``aliases``, ``pins``: that came, or were there. ``ids``: where another namespace was asked for, the new id of
-    each node and root, by the old one; else empty.
+    each node and root, by the old one; else empty. ``annotations``: that were not there, or lacked tokens.
     """
 
     path: str
@@ -116,6 +132,8 @@ class ImportReport:
     aliases: int
     ids: Mapping[bytes, bytes]
     pins: int
+    annotations: int = 0
+    annotations_kept: tuple[AnnotationKept, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The same in plain types, ids in hexadecimal."""
@@ -124,6 +142,7 @@ class ImportReport:
             "created": list(self.created),
             "merged": list(self.merged),
             "heads_kept": kept,
+            "annotations_kept": [attrs.asdict(each) | {"node_id": each.node_id.hex()} for each in self.annotations_kept],
             "ids": {old.hex(): new.hex() for old, new in self.ids.items()},
         }
 
@@ -132,12 +151,16 @@ class ImportReport:
 
 
 class _Snapshot(NamedTuple):
-    """A session as it is exported. ``tip``: of a fork of one that is exported too, the number of that one and the ordinal there."""
+    """A session as it is exported. ``tip``: of a fork of one that is exported too, the number of that one and the ordinal there.
+
+    ``above``: the trees of that one and of what it is a fork of itself, the nearest first.
+    """
 
     session_id: str
     tree: SessionTree
     pins: Collection[bytes]
     tip: tuple[int, int] | None = None
+    above: tuple[SessionTree, ...] = ()
 
 
 def export_bundle(
@@ -257,19 +280,21 @@ def _with_tips(store: SessionStore, found: Sequence[_Snapshot]) -> list[_Snapsho
     journal = store._journal
     numbers: dict[Any, int] = {}  # by what a fork knows of where it came from
     snapshots: list[_Snapshot] = []
-    for number, (name, tree, pins, _) in enumerate(found):
+    for number, (name, tree, pins, *_) in enumerate(found):
         layers = [index for index, _ in tree._index.layers_upward(tree._count)]
         tip: tuple[int, int] | None = None
         if journal is not None:
             mine = journal.number_of(name)
             numbers[mine] = number
-            source = None if mine is None else journal.tip_of(mine)
-            if source is not None and source[0] in numbers:
-                tip = numbers[source[0]], source[1]
+            at = None if mine is None else journal.tip_of(mine)
+            if at is not None and at[0] in numbers:
+                tip = numbers[at[0]], at[1]
         else:
             numbers |= {id(index): number for index in layers}
             tip = _tip_in_memory(layers[0], numbers, snapshots)
-        snapshots.append(_Snapshot(name, tree, pins, tip))
+        source = None if tip is None else snapshots[tip[0]]
+        above = () if source is None else (source.tree, *source.above)
+        snapshots.append(_Snapshot(name, tree, pins, tip, above))
     return snapshots
 
 
@@ -305,9 +330,11 @@ class _Export:
         self._writer = writer
         self._features = features
         self._progress = progress
-        self._done = self._skipped = 0
+        self._done = self._skipped = self._annotations = 0
+        self._unread: list[bytes] = []  # nodes whose annotations cannot be read
         self._total = sum(len(each.tree) for each in snapshots)
         self._ordinals: list[Any] = []  # of each session, the new ordinals of its nodes by the old ones; -1: none
+        self._alone: set[int] = set()  # sessions that share no path there
         self._next = 0
         self._pins: list[bytes] = []
         self._heads: list[bytes] = []
@@ -321,6 +348,8 @@ class _Export:
                 self._session(number, snapshot)
             else:
                 self._subtree(snapshot, subtree)
+        for number in range(len(self._snapshots)) if subtree is None else ():
+            self._said(number)
         media = sum(self._put_features(content, item) for content, item in self._items.items()) if self._features else 0
         aliases = [(*key, identity) for key, identity in self._aliases.items() if (key[0], identity) in self._named]
         for scope, alias, identity in sorted(aliases, key=pack):
@@ -331,7 +360,19 @@ class _Export:
         if self._progress is not None:
             self._progress(self._done, self._done)
         names = tuple(each.session_id for each in self._snapshots)
-        return ExportReport(path, names, self._done, len(self._heads), media, len(aliases), size, self._skipped, len(self._pins))
+        return ExportReport(
+            path,
+            names,
+            self._done,
+            len(self._heads),
+            media,
+            len(aliases),
+            size,
+            self._skipped,
+            len(self._pins),
+            annotations=self._annotations,
+            unread=len(self._unread),
+        )
 
     def _begin(self, number: int, snapshot: _Snapshot, tip: tuple[int, int] | None) -> None:
         root = snapshot.tree.root
@@ -349,6 +390,7 @@ class _Export:
         lowest = layers[0][0]
         tip = None if source is None else int(self._ordinals[source[0]][source[1]])
         if source is None or tip is None or tip < 0 or lowest.tip is None:
+            self._alone.add(number)
             self._begin(number, snapshot, None)
             ordinals[0], self._next = 0, 1
             for node in () if lowest.tip is None else lowest.tip.path()[1:]:
@@ -389,6 +431,9 @@ class _Export:
             self._encode(0, node, self._next, ordinals[node.parent.id])
             ordinals[node.id] = self._next
             self._next += 1
+        if tree._log is not None:
+            for node_id, ordinal in ordinals.items():
+                self._write_said(0, ordinal, tree.node(node_id), self._own_said(tree, node_id, ordinals))
         inside = ordinals.keys() - {node.id for node in top.path()[:-1]}
         heads = []
         for name, head in tree._heads.items():
@@ -396,6 +441,34 @@ class _Export:
                 heads.append((name, ordinals[head.node.id] if head.node.id in inside else -1, head.version))
         self._keep_heads(0, heads)
         self._keep_pins(0, snapshot, lambda node: ordinals[node.id] if node.id in inside else -1)
+
+    def _own_said(self, tree: SessionTree, node_id: bytes, there: Collection[bytes]) -> Mapping[str, Annotation]:
+        """What is said of a node; also what it has as a prefix of one that does not come along."""
+        node = tree.node(node_id)
+        try:
+            if any(link.kind == "prefix_of" and link.node_id not in there for link in node.links):
+                return tree.annotations(node)
+            return tree._read_said([node], None)[0]
+        except CorruptTree:
+            if not self._store.damaged:
+                raise
+            self._unread.append(node_id)
+            return {}
+
+    def _said(self, number: int) -> None:
+        """The annotations of a session; of the path that it shares there, those that the other sessions have not."""
+        ordinals = self._ordinals[number]
+        above = () if number in self._alone else self._snapshots[number].above
+        unread = self._unread if self._store.damaged else None
+        for ordinal, node, values in annotated(self._snapshots[number].tree, above, alone=True, unread=unread):
+            at = int(ordinals[ordinal]) if ordinal < len(ordinals) else -1
+            if at >= 0:
+                self._write_said(number, at, node, values)
+
+    def _write_said(self, number: int, ordinal: int, node: Node, values: Mapping[str, Annotation]) -> None:
+        for name, value in sorted(values.items()):
+            self._writer.add(codec.encode(codec.AnnotationRecord(number, ordinal, node.id, name, value, VERSION)))
+            self._annotations += 1
 
     def _keep_pins(self, number: int, snapshot: _Snapshot, ordinal_of: Callable[[Node], int]) -> None:
         pinned = []
@@ -513,6 +586,7 @@ def import_bundle(
     A session that is not there is made, with the same commit order and versions of heads. One that is there, with the same root,
     gets the nodes that it has not, under the same ids; what it has stays as it is. A head is set where there is none of its name,
     and moved where it is on the path of the bundled one; others stay and are reported. Heads come last, when all else is there.
+    Annotations are added of nodes, and of tokens, of which nothing is said by that name; others stay and are reported.
     ``namespace``: take them into this one, where they get other ids, with the keys and at the positions they have. ``max_bytes``:
     as for :func:`open_bundle`. ``progress`` is called with steps done and steps to do, two a node. What has returned is on disk.
 
@@ -525,6 +599,9 @@ def import_bundle(
         return _Import(store, contents, None if namespace is None else Namespace.of(namespace), progress).run()
     finally:
         contents.file.close()
+
+
+_Wanted = tuple[bytes, str, Annotation]  # the id of a node, a name, and what is to be said
 
 
 class _Import:
@@ -542,6 +619,8 @@ class _Import:
         self._created: dict[str, Session] = {}
         self._added = self._known = self._set = self._steps = 0
         self._kept: list[HeadKept] = []
+        self._annotations = 0
+        self._annotations_kept: list[AnnotationKept] = []
 
     def run(self) -> ImportReport:
         store, contents = self._store, self._contents
@@ -555,6 +634,7 @@ class _Import:
             self._check(number)
         for number in range(len(contents.sessions)):
             self._take(number)
+            self._annotate(number)  # before a fork is made, which sees it then
         for content, item in self._items.items():
             store._features.take(item, contents.arrays(content) or {})
         for alias, identity, scope in aliases:
@@ -581,6 +661,8 @@ class _Import:
             len(aliases),
             self._renamed,
             sum(map(len, contents.pins)),
+            self._annotations,
+            tuple(self._annotations_kept),
         )
 
     def _scope(self, namespace: Namespace) -> Namespace:
@@ -645,6 +727,13 @@ class _Import:
                 )
             if tree is not None and contents.entries["key"][place]:
                 self._check_key(tree, place)
+
+        for place in contents.said[number]:
+            at, annotation = contents.annotation(place)
+            count = self._stops[at] - self._stops[contents.parents[at]] if contents.parents[at] >= 0 else 0
+            if isinstance(annotation.value, OfTokens) and annotation.value.stop > count:
+                what = f"annotation {annotation.name!r} of node {self._id(at)[:4].hex()}"
+                raise contents.wrong(f"{what} goes to token {annotation.value.stop} of {count}")
 
     def _check_node(self, number: int, place: int) -> None:
         contents = self._contents
@@ -729,6 +818,30 @@ class _Import:
         what = (record.data, record.media, record.origin, record.role, record.key, record.runs, record.state, record.replayed)
         return self._id(self._contents.parents[place]), Turn(self._id(place), *what), details
 
+    def _annotate(self, number: int) -> None:
+        """Say what the bundle says of nodes, where that changes nothing that is said."""
+        waiting: list[_Wanted] = []
+        size = 0
+        for place in self._contents.said[number]:
+            at, annotation = self._contents.annotation(place)
+            waiting.append((self._id(at), annotation.name, annotation.value))
+            size += int(self._contents.entries["length"][place])
+            if len(waiting) >= _BATCH or size >= _BATCH_BYTES:
+                self._say(number, waiting)
+                waiting, size = [], 0
+        if waiting:
+            self._say(number, waiting)
+
+    def _say(self, number: int, wanted: Sequence[_Wanted]) -> None:
+        session_id = self._contents.sessions[number].session_id
+        tree, _ = self._view(session_id)
+        say = partial(_said_as_is if session_id in self._created else _said_too, wanted)
+        after, (count, kept) = say(tree)
+        if after is not tree:
+            count, kept = self._store.get(session_id)._swap(say)
+        self._annotations += count
+        self._annotations_kept += [AnnotationKept(session_id, *each) for each in kept]
+
     def _view(self, session_id: str) -> tuple[SessionTree, Collection[bytes]]:
         view = self._store._view_of(session_id)
         if view is None:
@@ -779,6 +892,34 @@ def _moved(
         moves = max(version, tree._moves + 1)  # so that none comes twice
         tree = tree._after_move(name, Head(node, moves))
         count += 1
+    return tree, (count, kept)
+
+
+def _said_as_is(wanted: Sequence[_Wanted], tree: SessionTree) -> tuple[SessionTree, tuple[int, list[tuple[bytes, str]]]]:
+    """A tree where this is said, and nothing else by these names: of how many, and none that stays otherwise."""
+    nodes = [tree.node(node_id) for node_id, _, _ in wanted]
+    there = tree._read_said(nodes, None)
+    more = [Said(*each) for each, known in zip(wanted, there, strict=True) if not same(each[2], known.get(each[1]))]
+    return tree._saying(more), (len(more), [])
+
+
+def _said_too(wanted: Sequence[_Wanted], tree: SessionTree) -> tuple[SessionTree, tuple[int, list[tuple[bytes, str]]]]:
+    """A tree where more is said, of whole nodes or tokens of which nothing was: of how many names; and where something else is."""
+    count = 0
+    kept = []
+    for node_id, name, value in wanted:
+        node = tree.node(node_id)
+        there = tree._read_said([node], name)[0].get(name)
+        try:
+            both = value if there is None else there if not isinstance(there, OfTokens) else said_over(there, value, name)
+            if there is not None and not same(both, said_over(value, there, name)):
+                kept.append((node_id, name))
+        except Unsupported:  # of two kinds
+            kept.append((node_id, name))
+            continue
+        if not same(both, there):
+            tree = tree._annotated(node, {name: both})
+            count += 1
     return tree, (count, kept)
 
 

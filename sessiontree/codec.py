@@ -234,9 +234,13 @@ def name_digest(name: str) -> bytes:
 _digest_of_name = lru_cache(256)(name_digest)  # heads of many sessions have the same few names, and annotations
 
 
-def name_in(data: bytes, digest: bytes) -> str | None:
-    """The name in what is left of a session's or a head's record, where anything in its place still has the :func:`name_digest`."""
+def name_in(data: bytes, kind: int, digest: bytes) -> str | None:
+    """The name in what is left of a record: of a session, a head or an annotation.
+
+    None unless what stands in its place still has the :func:`name_digest`.
+    """
     first = _READ.size + 1  # behind the byte of an array; then up to five for the type and the length of a text
+    first += 2 + ID_BYTES if kind == ANNOTATION else 0  # which says first of which node it is
     for start in range(first, min(first + 6, len(data))):
         so_far = sha256()
         for stop in range(start, min(start + _LONGEST_NAME, len(data))):

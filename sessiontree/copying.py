@@ -1,8 +1,9 @@
 """Sessions from one store to another, or to a bundle: :func:`copy_sessions`.
 
-What is copied is each session as it was at one moment: nodes in commit order, heads, pins, aliases of its media and their features.
-A fork shares its path there too where what it was forked from is copied with it. Whatever is there already has to be an earlier
-state of the same session, so a copy goes on where one ended that was killed, and nothing that is there is ever taken away.
+What is copied is each session as it was at one moment: nodes in commit order, annotations, heads, pins, aliases of its media and
+their features. A fork shares its path there too where what it was forked from is copied with it. Whatever is there already has to
+be an earlier state of the same session, so a copy goes on where one ended that was killed, and nothing that is there is ever taken
+away.
 
 In the end both sides are read and compared, session by session: see :func:`session_digest`.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from hashlib import sha256
 from itertools import islice
@@ -21,9 +22,21 @@ from weakref import ref
 import attrs
 
 from sessiontree import codec
+from sessiontree.annotated import Annotated, annotated
+from sessiontree.annotations import Annotation, said_over, same, value_bytes
 from sessiontree.backends.base import Progress
 from sessiontree.backends.blobs import content_digest
-from sessiontree.bundles import _aliases, _check_outside, _forked, _Snapshot, _snapshots, _written, open_bundle
+from sessiontree.bundles import (
+    _aliases,
+    _check_outside,
+    _forked,
+    _said_as_is,
+    _Snapshot,
+    _snapshots,
+    _Wanted,
+    _written,
+    open_bundle,
+)
 from sessiontree.details import Details
 from sessiontree.digest import pack
 from sessiontree.errors import CorruptTree, KeyTaken, SessionDiffers, SessionExists, Unsupported
@@ -109,7 +122,8 @@ def copy_sessions(
     written as a whole, unless it holds all of that already; ``compress``: a bundle, by "zstd". ``progress``: is told of nodes
     looked at, and how many there are on both sides. What has returned is durable.
 
-    Raises SessionDiffers for another root or limits, nodes, heads or pins that the source has not, or a head that was moved there;
+    Raises SessionDiffers for another root or limits, nodes, heads, pins or annotations that the source has not, a head that was
+    moved there, or an annotation that says something else of a node or of one of its tokens;
     KeyTaken for an alias that names other media there; IncompatibleStore for another tenant's session; UnknownSession; CorruptTree
     for a source that was opened damaged, or a node that cannot be read; Unsupported for a bundle that holds other sessions too; and
     what writing raises. Killed or refused half-way it has added whole nodes under their parents: do it again, and it goes on.
@@ -133,7 +147,7 @@ def session_digest(session: Session) -> bytes:
     """32 bytes that are equal for two sessions of the same content, wherever they lie. Reads every node. Raises CorruptTree.
 
     Of the root and the limits, all nodes in commit order with what stands outside their ids (finish reasons, metadata, links),
-    heads with the nodes they are at, and pins. Not of versions of heads, nor of whether a path is shared.
+    annotations, heads with the nodes they are at, and pins. Not of versions of heads, nor of whether a path is shared.
     """
     tree = session._tree
     digest = _Digest(tree)
@@ -162,9 +176,13 @@ class _Digest:
                 self._paths.put(node, digest)
         self._sum.update(digest)
 
-    def finished(self, tree: SessionTree, pins: Collection[bytes]) -> bytes:
+    def finished(self, tree: SessionTree, pins: Collection[bytes], above: Sequence[SessionTree] = ()) -> bytes:
+        """All of it. ``above``: trees that a fork shares its path with, and what they say of it."""
         heads = sorted((name, node_id) for name, (node_id, _) in _heads(tree).items())
         self._sum.update(pack([heads, sorted(pins)]))
+        for _, node, values in annotated(tree, above):
+            for name, value in sorted(values.items()):
+                self._sum.update(sha256(codec.encode(codec.AnnotationRecord(0, 0, node.id, name, value, 0))).digest())
         return self._sum.digest()
 
 
@@ -318,7 +336,28 @@ def _difference(here: _Snapshot, there: _There) -> str | None:
             return f"its head {name!r} was moved to {node_id[:4].hex()}"
     for pin in sorted(frozenset(there.pins).difference(here.pins)):
         return f"it has a pin of {pin[:4].hex()}"
+    for _, node, values in annotated(there.tree):
+        known = _values_of(node, (here.tree, *here.above))
+        for name, value in values.items():
+            if not _is_part(value, known[0].get(name), name) and not any(same(value, other.get(name)) for other in known[1:]):
+                return f"its annotation {name!r} of node {node.id[:4].hex()} says something else"
     return None
+
+
+def _values_of(node: Node, trees: Sequence[SessionTree]) -> list[dict[str, Annotation]]:
+    """What is said of a node by each of some trees and those behind it, the last of which says least."""
+    found: list[dict[str, Annotation]] = [{}]
+    for tree in reversed(trees):
+        found.insert(0, found[0] | tree._read_said([node], None)[0])
+    return found
+
+
+def _is_part(value: Annotation, whole: Annotation | None, name: str) -> bool:
+    """Whether all that a value says is said by another one."""
+    try:
+        return whole is not None and same(said_over(value, whole, name), whole)
+    except Unsupported:
+        return False
 
 
 # To a store
@@ -431,10 +470,19 @@ class _Copy:
             self._make_room(turns)
         for pin in frozenset(snapshot.pins).difference(there.pins):
             session().pin(pin)
+        self._annotate(snapshot, session)
         if not there.has_heads(snapshot):
             wanted = sorted((version, name, node_id) for name, (node_id, version) in _heads(tree).items())
             session()._swap(lambda now: (_with_heads(now, wanted), None))
-        return SessionCopy(session_id, len(tree) - 1, added, digest.finished(tree, snapshot.pins), b"")
+        return SessionCopy(session_id, len(tree) - 1, added, digest.finished(tree, snapshot.pins, snapshot.above), b"")
+
+    def _annotate(self, snapshot: _Snapshot, session: Callable[[], Session]) -> None:
+        """Say what is said of nodes, as far as it is not said there."""
+        for some in _some(annotated(snapshot.tree, snapshot.above)):
+            view = self._views.of(snapshot.session_id)
+            after, _ = (None, None) if view is None else _said_as_is(some, view[0])
+            if view is None or after is not view[0]:
+                session()._swap(partial(_said_as_is, some))
 
     def _made(self, snapshot: _Snapshot) -> _There:
         """A session that is not there, made: of a fork with the path that it shares."""
@@ -484,6 +532,21 @@ class _Copy:
             self._copied = 0
             self._views.clear()
             self._target.evict(_HELD)
+
+
+def _some(said: Iterable[Annotated]) -> Iterator[list[_Wanted]]:
+    """Annotations, as many as become durable together."""
+    waiting: list[_Wanted] = []
+    size = 0
+    for _, node, values in said:
+        for name, value in sorted(values.items()):
+            waiting.append((node.id, name, value))
+            size += value_bytes(value)
+        if len(waiting) >= _BATCH or size >= _BATCH_BYTES:
+            yield waiting
+            waiting, size = [], 0
+    if waiting:
+        yield waiting
 
 
 def _grouped(nodes: Iterable[Node]) -> Iterator[list[_Placed]]:
@@ -580,7 +643,10 @@ def _compared(
                 digest.add_node(node)
                 steps.take()
             deque(media.add(node), maxlen=0)
-        mine, there = digest.finished(snapshot.tree, snapshot.pins), _digest_there(views, snapshot.session_id, steps)
+        mine, there = (
+            digest.finished(snapshot.tree, snapshot.pins, snapshot.above),
+            _digest_there(views, snapshot.session_id, steps),
+        )
         nodes = len(snapshot.tree) - 1
         copies.append(SessionCopy(snapshot.session_id, nodes, nodes - known.get(snapshot.session_id, 0), mine, there))
     aliases = _aliases(source, snapshots)

@@ -439,6 +439,9 @@ class SessionNodes:
     def annotated(self) -> bool:
         return bool(len(self._columns.places(codec.ANNOTATION, self.number)))
 
+    def annotated_ordinals(self) -> NDArray[np.int64]:
+        return np.unique(self._sorted_annotations()[1]).astype(np.int64)
+
     def annotations(self, ordinals: Sequence[int] | None, name: str | None) -> Iterator[codec.AnnotationRecord]:
         found, by_ordinal = self._sorted_annotations()
         if ordinals is not None:
@@ -1313,9 +1316,12 @@ def _annotation_records(number: int, tree: SessionTree, said: Iterable[Said]) ->
 
 
 def _said_in(number: int, tree: SessionTree, tip: tuple[int, int] | None) -> list[bytes]:
-    """Records of the annotations that a new session begins with: those of a path that it holds itself."""
-    if tip is not None or tree._log is None:
+    """Records of the annotations that a new session begins with: of a path that it shares, those that it alone has."""
+    log = tree._log
+    if log is None:
         return []
+    if tip is not None:
+        return _annotation_records(number, tree, log.since(tree._said, log.base, log.base_count))
     nodes = list(tree)
     said = zip(nodes, tree._read_said(nodes, None), strict=True)
     return _annotation_records(number, tree, [Said(node.id, *each) for node, values in said for each in values.items()])

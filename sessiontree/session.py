@@ -1184,6 +1184,7 @@ class Session:
         """What is said of nodes that are to go is said of those that are prefixes of them and stay."""
         if not self._tree._said:
             return
+        journal.flush()  # what is to go may be asked of the disk
 
         def keep(tree: SessionTree) -> tuple[SessionTree, None]:
             return tree._keeping_prefixes([tree.node(tree._index.id_of(ordinal)) for ordinal in doomed(tree) if ordinal]), None
@@ -1279,8 +1280,8 @@ class Session:
         total = SESSION_BYTES + getsizeof(self._id) + getsizeof(self._pins)
         if heads:
             total += heads_bytes(heads)
-        if self._written._log is not None:
-            total += self._written._log.held_bytes()
+        for log in {self._written._log, self._tree._log}:
+            total += 0 if log is None else log.held_bytes()
         for tree in (self._written, self._tree):
             index: NodeIndex | None = tree._index
             while index is not None:
@@ -1322,8 +1323,8 @@ class Session:
             kept = {pin: tree.node(pin) for pin in self._pins}
             held = self._refs()
             fresh, _ = journal.stored(self._number)
-            if (fresh._count, fresh._moves, fresh._said) != (tree._count, tree._moves, tree._said):
-                return False
+            if (fresh._count, fresh._moves) != (tree._count, tree._moves):
+                return False  # what was said is counted anew: of a fork, and where gc took some of it, it is less
             if not (self._tree is tree and self._written is tree and told[0] is tree):
                 return False  # a signal handler wrote something; from here to the next line no call is made
             self._tree = self._written = told[0] = fresh

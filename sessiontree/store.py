@@ -74,7 +74,7 @@ class Usage(NamedTuple):
     """What a store holds in memory. Bytes are those really held, each beside its budget.
 
     ``sessions``: those that are open, ``asleep_sessions`` of which were evicted and wait on disk. ``node_bytes``: sessions, their
-    nodes and tokens, and what finds them. ``draft_bytes``: open drafts. ``index_bytes``: what finds sessions and
+    nodes, tokens and annotations, and what finds them. ``draft_bytes``: open drafts. ``index_bytes``: what finds sessions and
     records on disk, and records that wait for it.
     """
 

@@ -453,17 +453,25 @@ class SessionTree(Sealed):
         """A tree that holds the path of ``node``; nodes are shared, heads are not. O(1), but for open tool calls.
 
         Results for tool calls that the path made and does not answer, where they were recorded beside it, come along, as siblings:
-        a fork drops none of them. To go on from all of them, see :meth:`linearize`.
+        a fork drops none of them. To go on from all of them, see :meth:`linearize`. Where anything is said, the path is walked.
         """
         node = self._resolve(node)
         return self._over_path(node, self.limits, query.sibling_results(node, self._children))
 
     def _over_path(self, tip: Node, limits: Limits, beside: Iterable[Node] = ()) -> SessionTree:
-        """A tree over the path of one of this tree's nodes. ``beside``: children of that path, which come along."""
+        """A tree over the path of one of this tree's nodes. ``beside``: children of that path, which come along.
+
+        What nodes of it have from others that they are prefixes of, which do not come along, is said of themselves there.
+        """
         index = NodeIndex(self.root, limits, tip=tip, tip_source=self._index)
+        beside = tuple(beside)
         for node in beside:
             index.add(node)
-        return _value(index, index.count, {}, 0, _over(self._log, self._said), self._said, True)
+        tree = _value(index, index.count, {}, 0, _over(self._log, self._said), self._said, True)
+        for node in () if self._log is None else (*tip.path(), *beside):
+            if node.links:
+                tree = tree._annotated(node, inherited(self._read_said, self.node, node))
+        return tree
 
     def linearize(self, results: Sequence[Node | bytes]) -> tuple[SessionTree, Node]:
         """One path through sibling turns, in the order given: (the tree with it, its last node).
@@ -544,6 +552,10 @@ class SessionTree(Sealed):
             now = said_over(value, older, f"{name!r} of {node!r}")
             if not same(now, older):
                 more.append(Said(node.id, name, now))
+        return self._saying(more)
+
+    def _saying(self, more: Sequence[Said]) -> SessionTree:
+        """The tree where this, too, is said of its own nodes, each in the place of what was said by that name."""
         if not more:
             return self
         log = self._log

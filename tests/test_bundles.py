@@ -366,7 +366,7 @@ def test_reports_are_plain_and_progress_is_told(tmp_path: Path) -> None:
     report = export_bundle(store, tmp_path / "bundle", progress=lambda *step: told.append(step))
     assert told == sorted(told) and told[-1] == (2500, 2500) and len(told) > 2
     assert json.loads(json.dumps(report.to_dict())) == {
-        **dict.fromkeys(("media", "aliases", "skipped", "pins"), 0),
+        **dict.fromkeys(("media", "aliases", "skipped", "pins", "annotations", "unread"), 0),
         **{"path": str(tmp_path / "bundle"), "sessions": ["s"], "nodes": 2500, "heads": 1, "bytes": report.bytes, "left_out": []},
     }
     told.clear()
@@ -375,7 +375,7 @@ def test_reports_are_plain_and_progress_is_told(tmp_path: Path) -> None:
     assert told == sorted(told) and told[-1] == (5000, 5000) and len(told) > 4
     plain = json.loads(json.dumps(imported.to_dict()))
     assert plain["ids"][tip.id.hex()] == target.get("s").head("main").node.id.hex()
-    assert (plain["created"], plain["merged"], plain["heads_kept"]) == (["s"], [], [])
+    assert (plain["created"], plain["merged"], plain["heads_kept"], plain["annotations_kept"]) == (["s"], [], [], [])
 
 
 def test_a_bundle_takes_the_place_of_what_has_its_name(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from sessiontree import CorruptTree, MediaItem, Node, Session, SessionStore, codec, replay
+from sessiontree.annotations import Ragged, Spans, TokenValues
 from sessiontree.bundles import export_bundle
 from sessiontree.cli import output
 from sessiontree.cli.facts import Marks, node_facts, node_line
@@ -201,6 +202,7 @@ def test_show(chats: Path, session: Session) -> None:
         "children": [child.id.hex() for child in session.children(question)],
         "token_ids": question.token_ids.tolist(),
         "metadata": {"at": 1.5},
+        "annotations": [],
         "positions": {
             mode: {
                 "next_position": question.scheme.next_position(question.position_state(mode)),
@@ -1013,3 +1015,29 @@ def test_every_command_and_option_is_on_the_page() -> None:
         assert {option for option in options if f"`{option}" not in PAGE} == {"--limit"} & options
     for code in output.Code:
         assert re.search(rf"^\| (\d+, )?{int(code)} \|", PAGE, re.MULTILINE)
+
+
+def test_show_names_what_is_said_of_a_node(tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path / "store") as store:
+        session = store.create("s", scheme="text@hf5")
+        first = session.append(session.root, [1, 2])
+        said = {
+            "reward": float("nan"),
+            "rows": TokenValues(np.zeros((2, 3, 2), np.uint8), 1),
+            "lists": Ragged.of([[1], [], [2]], 1),
+            "version\n": Spans([(0, 2, 1), (3, 4, "two")]),
+        }
+        session.append(first, range(4), annotations=said)
+    assert json_of("show", tmp_path / "store")["annotations"] == [
+        {"name": "lists", "kind": "ragged", "dtype": "int64", "tokens": [[3, 6]]},
+        {"name": "reward", "kind": "scalar", "value": {"$float": "nan"}},
+        {"name": "rows", "kind": "token_values", "dtype": "uint8", "row_shape": [3, 2], "tokens": [[3, 5]]},
+        {"name": "version\n", "kind": "spans", "spans": [[2, 4, 1], [5, 6, "two"]]},
+    ]
+    lines = [line for line in text_of("show", tmp_path / "store").splitlines() if line.startswith("annotation")]
+    assert [line.split(maxsplit=1)[1] for line in lines] == [
+        "lists int64 lists of [3, 6)",
+        'reward {"$float": "nan"}',
+        "rows uint8 (3, 2) of [3, 5)",
+        "'version\\n' [2, 4) 1, [5, 6) \"two\"",
+    ]

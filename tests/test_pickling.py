@@ -603,7 +603,7 @@ def forged(call: Callable[..., Any], *given_values: Any) -> Any:
 
 
 def parts(tree: SessionTree) -> Any:
-    """What a tree's pickle holds: (what is constant, the root's id, records, heads, moves)."""
+    """What a tree's pickle holds: (what is constant, the root's id, records, heads, moves, annotations)."""
     reduced: Any = copyreg.dispatch_table[SessionTree](tree)
     assert reduced[0] is _tree
     return reduced[1]
@@ -659,19 +659,19 @@ def test_whatever_makes_an_id_is_checked(field: str) -> None:
 )
 def test_every_field_of_an_item_is_checked(changes: dict[str, Any]) -> None:
     tree = sample().tree
-    constants, root, records, heads, moves = parts(tree)
+    constants, root, records, *rest = parts(tree)
     at, record = next((at, record) for at, record in enumerate(records) if record.media and record.media[0].extra)
     item = record.media[0]
     fields: dict[str, Any] = {name: getattr(item, name) for name in ("modality", "identity", "spans", "grid_thw", "extra")}
     forged_item = MediaItem(**{**fields, **changes})
     with pytest.raises(CorruptTree):
-        forged(_tree, constants, root, [*records[:at], record._replace(media=(forged_item,)), *records[at + 1 :]], heads, moves)
+        forged(_tree, constants, root, [*records[:at], record._replace(media=(forged_item,)), *records[at + 1 :]], *rest)
 
 
 def test_external_tables_are_checked() -> None:
     """Their positions and what comes after them are part of the id."""
     tree = sample().tree
-    constants, root, records, heads, moves = parts(tree)
+    constants, root, records, *rest = parts(tree)
     with_tables = [at for at, record in enumerate(records) if record.external]
     assert len(with_tables) == 2
     for at in with_tables:
@@ -686,12 +686,12 @@ def test_external_tables_are_checked() -> None:
             record._replace(state=record.state._replace(num_tokens=record.state.num_tokens + 1)),
         ):
             with pytest.raises(CorruptTree):
-                forged(_tree, constants, root, [*records[:at], changed, *records[at + 1 :]], heads, moves)
+                forged(_tree, constants, root, [*records[:at], changed, *records[at + 1 :]], *rest)
 
 
 def test_what_is_constant_in_a_session_is_checked() -> None:
     tree = sample().tree
-    (scheme, namespace, fingerprint, limits), root, records, heads, moves = parts(tree)
+    (scheme, namespace, fingerprint, limits), root, records, *rest = parts(tree)
     for constants in (
         (vl("sglang"), namespace, fingerprint, limits),
         (vl("hf5", tokens_per_second=3), namespace, fingerprint, limits),
@@ -700,9 +700,9 @@ def test_what_is_constant_in_a_session_is_checked() -> None:
     ):
         assert isinstance(constants[0], PositionScheme)
         with pytest.raises(CorruptTree):
-            forged(_tree, constants, root, records, heads, moves)
+            forged(_tree, constants, root, records, *rest)
     with pytest.raises(CorruptTree):
-        forged(_tree, (scheme, namespace, fingerprint, limits), bytes(32), records, heads, moves)
+        forged(_tree, (scheme, namespace, fingerprint, limits), bytes(32), records, *rest)
 
 
 def test_flipped_bytes_are_found() -> None:
@@ -734,16 +734,16 @@ def test_records_left_out_or_in_another_order() -> None:
     tree = text_tree()
     for at in range(6):
         tree, _ = tree.append(list(tree)[at // 2], [at])
-    constants, root, records, heads, moves = parts(tree)
+    constants, root, records, *rest = parts(tree)
     for at in range(len(records) - 1):
         swapped = [*records[:at], records[at + 1], records[at], *records[at + 2 :]]
         try:
-            made = forged(_tree, constants, root, swapped, heads, moves)
+            made = forged(_tree, constants, root, swapped, *rest)
         except (CorruptTree, IndexError):
             continue
         assert {node.id for node in made} == {node.id for node in tree}, "siblings may change places, nothing else"
     with pytest.raises(CorruptTree):
-        forged(_tree, constants, root, records[1:], heads, moves)
+        forged(_tree, constants, root, records[1:], *rest)
 
 
 @pytest.mark.parametrize("parent", [5, 10**6, 2**70])
@@ -751,11 +751,14 @@ def test_a_parent_that_is_not_there(parent: int) -> None:
     tree = text_tree()
     for at in range(5):
         tree, _ = tree.append(list(tree)[at], [at])
-    constants, root, records, heads, moves = parts(tree)
+    constants, root, records, *rest = parts(tree)
+    _, moves, said = rest
     with pytest.raises(CorruptTree):
-        forged(_tree, constants, root, [*records[:-1], records[-1]._replace(parent=parent)], heads, moves)
+        forged(_tree, constants, root, [*records[:-1], records[-1]._replace(parent=parent)], *rest)
     with pytest.raises(CorruptTree):
-        forged(_tree, constants, root, records, {"main": (parent + 5, 1, False)}, moves)
+        forged(_tree, constants, root, records, {"main": (parent + 5, 1, False)}, moves, said)
+    with pytest.raises(CorruptTree, match="something is said"):
+        forged(_tree, constants, root, records, {}, moves, {parent: {"reward": 1}})
 
 
 STORED_POSITIONS: Final[dict[str, Callable[[Any], Any]]] = {
@@ -767,9 +770,9 @@ STORED_POSITIONS: Final[dict[str, Callable[[Any], Any]]] = {
 def test_stored_positions_are_checked(field: str) -> None:
     """As far as the record says itself what they must be."""
     tree = sample("hf5").tree
-    constants, root, records, heads, moves = parts(tree)
+    constants, root, records, *rest = parts(tree)
     at = next(at for at, record in enumerate(records) if record.origin == "generated")
     assert records[at].replayed is not None
     changed = STORED_POSITIONS[field](records[at])
     with pytest.raises(CorruptTree):
-        forged(_tree, constants, root, [*records[:at], changed, *records[at + 1 :]], heads, moves)
+        forged(_tree, constants, root, [*records[:at], changed, *records[at + 1 :]], *rest)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sessiontree.cli.output import plain, styled
+from sessiontree.annotations import Annotation, OfTokens, Ragged, Spans
+from sessiontree.cli.output import plain, safe, styled
 from sessiontree.cli.shape import Shape
 from sessiontree.cli.words import Words
 from sessiontree.media import MediaItem
@@ -85,6 +87,37 @@ def item_facts(item: MediaItem) -> dict[str, Any]:
         "unfinished": item.unfinished,
         "extra": plain(item.extra),
     }
+
+
+def annotation_facts(name: str, value: Annotation, node: Node) -> dict[str, Any]:
+    """An annotation in JSON, but for the rows of arrays: of which tokens, in path coordinates, and of what type they are."""
+    facts: dict[str, Any] = {"name": name}
+    if not isinstance(value, OfTokens):
+        return facts | {"kind": "scalar", "value": plain(value)}
+    if isinstance(value, Spans):
+        return facts | {"kind": "spans", "spans": [[node.start + start, node.start + stop, each] for start, stop, each in value]}
+    if isinstance(value, Ragged):
+        tokens = [[node.start + start, node.start + start + len(lengths)] for start, lengths, _ in value.stretches]
+        types = {str(values.dtype) for _, _, values in value.stretches}
+        return facts | {"kind": "ragged", "dtype": next(iter(types), None), "tokens": tokens}
+    tokens = [[node.start + start, node.start + start + len(rows)] for start, rows in value.stretches]
+    dtype = None if value.dtype is None else str(value.dtype)
+    return facts | {"kind": "token_values", "dtype": dtype, "row_shape": list(value.row_shape), "tokens": tokens}
+
+
+def annotation_line(facts: Mapping[str, Any]) -> str:
+    """The same in a line."""
+    if facts["kind"] == "scalar":
+        return f"{_name(facts['name'])} {safe(json.dumps(facts['value'], ensure_ascii=False))}"
+    if facts["kind"] == "spans":
+        where = [f"[{start}, {stop}) {safe(json.dumps(value, ensure_ascii=False))}" for start, stop, value in facts["spans"]]
+        return f"{_name(facts['name'])} {', '.join(where) or 'nowhere'}"
+    what = facts["dtype"] or "nothing"
+    if facts["kind"] == "ragged":
+        what += " lists"
+    elif facts["row_shape"]:
+        what += f" ({', '.join(map(str, facts['row_shape']))})"
+    return f"{_name(facts['name'])} {what} of {' '.join(f'[{start}, {stop})' for start, stop in facts['tokens']) or 'no tokens'}"
 
 
 def span_facts(spans: Sequence[tuple[MediaItem, int, int]]) -> list[dict[str, Any]]:

@@ -100,7 +100,7 @@ def export(
         write_pairs(flat({"features" if name == "media" else name: value for name, value in facts.items()}), "  ")
         if report.left_out:
             write(f"  not in it, since they cannot be read: {_listed(report.left_out)}")
-    return Code.CORRUPT if report.skipped or report.left_out else Code.FINE
+    return Code.CORRUPT if report.skipped or report.left_out or report.unread else Code.FINE
 
 
 def import_(
@@ -146,6 +146,9 @@ def import_(
         for head in facts["heads_kept"]:
             name = f"{_name(head['session_id'])}/{_name(head['name'])}"
             write(f"  {name} stays at {head['here'][:8]}; in the bundle it is at {head['bundled'][:8]}")
+        for each in facts["annotations_kept"]:
+            place = f"{_name(each['session_id'])}/{each['node_id'][:8]}"
+            write(f"  annotation {_name(each['name'])} of {place} stays as it is; the bundle says something else")
     return Code.FINE
 
 
@@ -191,9 +194,9 @@ def copy(
 ) -> int:
     """Bring sessions from one store to another.
 
-    With heads, pins, forks, features and aliases of their media. What was begun goes on: sessions that TO has are left alone if
-    they are equal, get what they lack if they are an earlier state, and are refused if they are anything else. In the end both
-    sides are read and the digests of each session compared. Exit code 1: they differ, or are refused.
+    With heads, pins, forks, annotations, features and aliases of their media. What was begun goes on: sessions that TO has are
+    left alone if they are equal, get what they lack if they are an earlier state, and are refused if they are anything else. In
+    the end both sides are read and the digests of each session compared. Exit code 1: they differ, or are refused.
     """
     from sessiontree.copying import copy_sessions  # noqa: PLC0415
 

@@ -12,7 +12,17 @@ import numpy as np
 import typer
 
 from sessiontree import query
-from sessiontree.cli.facts import Marks, item_facts, namespace_facts, node_facts, node_line, number, span_facts
+from sessiontree.cli.facts import (
+    Marks,
+    annotation_facts,
+    annotation_line,
+    item_facts,
+    namespace_facts,
+    node_facts,
+    node_line,
+    number,
+    span_facts,
+)
 from sessiontree.cli.output import Code, plain, safe, shown, stream_json, styled, write, write_json, write_pairs
 from sessiontree.cli.shape import Shape
 from sessiontree.cli.source import (
@@ -146,6 +156,7 @@ def show(
         at = shape.ordinal(node)
         marks, children = Marks(session, shape), [shape.id_at(child) for child in shape.children(at)]
         held = [_held(node, item) for item in node.media]
+        said = [annotation_facts(*each, node) for each in sorted(session.annotations(node).items())]
         positions = {mode: _positions(node, mode) for mode in ("as_decoded", "as_replayed")}
         if as_json:
             facts = node_facts(node, marks, text)
@@ -156,6 +167,7 @@ def show(
                 "children": list(map(_hex, children)),
                 "token_ids": node.token_ids.tolist(),
                 "metadata": plain(node.metadata),
+                "annotations": said,
                 "positions": positions,
             }
             write_json(facts)
@@ -192,6 +204,7 @@ def show(
             )
         pairs += [("link", f"{link.kind} {link.node_id.hex()}, {link.reused_tokens:,} tokens shared") for link in node.links]
         pairs += [("metadata", safe(json.dumps(plain(node.metadata), ensure_ascii=False)))] if node.metadata else []
+        pairs += [("annotation", annotation_line(each)) for each in said]
         pairs.append(("token ids", " ".join(map(str, ids)) + more if ids else "none"))
         write_pairs(pairs)
         if text is not None:

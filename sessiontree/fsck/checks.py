@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sessiontree import codec
+from sessiontree.annotations import OfTokens
 from sessiontree.backends import blobs
 from sessiontree.backends.frames import CHUNK, ENTRY, Window, is_sound
 from sessiontree.backends.system import System
@@ -55,16 +56,20 @@ class Checked(NamedTuple):
     starts: bytes
     stops: bytes
     bad: dict[int, str]
-    others: dict[int, bytes]  # records that are no nodes
+    others: dict[int, bytes]  # records that are neither nodes nor annotations
+    said: dict[int, tuple[bytes, str, int, int]]  # of annotations: the node's id, the name, where its tokens end, the version
     identities: set[bytes]  # of media
     contents: set[str]  # names of the files that these have, or would have
 
 
 def check(task: Task, system: Any, tell: Callable[[int], None] | None = None) -> Checked:
-    """Check nodes: their encoding, their digests, that their positions are those of their session. Raises Moved, OSError."""
+    """Check nodes: their encoding, their digests, that their positions are those of their session; and annotations.
+
+    Raises Moved, OSError.
+    """
     rows, rules, seed = task.rows, task.rules, task.seed
     starts, stops = np.zeros((2, len(rows)), np.int64)
-    made = Checked(b"", b"", {}, {}, set(), set())
+    made = Checked(b"", b"", {}, {}, {}, set(), set())
     told = 0
     fields = (rows[name].tolist() for name in ("kind", "session", "offset", "length", "crc"))
     fd = system.open(task.path, os.O_RDONLY)
@@ -77,10 +82,16 @@ def check(task: Task, system: Any, tell: Callable[[int], None] | None = None) ->
             if tell is not None and offset >= told:
                 tell(offset)
                 told = offset + CHUNK
-            if kind != codec.NODE:
+            if kind not in (codec.NODE, codec.ANNOTATION):
                 made.others[at] = record
                 continue
             try:
+                if kind == codec.ANNOTATION:
+                    said = codec.decode(record)
+                    assert isinstance(said, codec.AnnotationRecord)
+                    end = said.value.stop if isinstance(said.value, OfTokens) else 0
+                    made.said[at] = said.node_id, said.name, end, said.version
+                    continue
                 node = codec.decode(record)
                 assert isinstance(node, codec.NodeRecord)
                 stop = node.state.num_tokens

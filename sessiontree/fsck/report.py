@@ -6,6 +6,7 @@ import os
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -13,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sessiontree import codec
+from sessiontree.annotations import STANDARD_NAMES
 from sessiontree.backends import blobs
 from sessiontree.backends.base import Progress
 from sessiontree.backends.frames import HEAD, NO_BASE, segment_path
-from sessiontree.fsck.survey import ALIEN, NONE, Move, Problem, Sidecar, Survey, surveyed
+from sessiontree.fsck.survey import ALIEN, NONE, Move, Problem, SaidOf, Sidecar, Survey, surveyed
 
 
 @attrs.frozen
@@ -59,9 +61,9 @@ class Report:
     which readers pass over and the next writer makes again; ``unreachable``, what nothing needs any more (features that no node
     names, aliases of such media); ``strays``, files that are no part of a store; ``unknown_records`` of a later version.
 
-    ``repeated``: records that are there twice, which an interrupted writer may leave. ``unknown_bytes``: damage of which nobody can
-    say what was there. ``older_heads``, (session, name): of which a later move is damaged; ``uncertain_heads``: of which there may
-    have been one.
+    ``annotations``: names that are said of nodes. ``repeated``: records that are there twice, which an interrupted writer may
+    leave. ``unknown_bytes``: damage of which nobody can say what was there. ``older_heads``, (session, name): of which a later move
+    is damaged; ``uncertain_heads``: of which there may have been one.
     """
 
     path: str
@@ -78,6 +80,7 @@ class Report:
     torn_bytes: int
     unreadable_bytes: int
     unknown_bytes: int = 0
+    annotations: int = 0
     damaged: tuple[Damage, ...] = ()
     dangling: tuple[Finding, ...] = ()
     wrong_ordinals: tuple[Finding, ...] = ()
@@ -144,6 +147,7 @@ class Examined:
             *self._dangling_forks(),
             *self._dangling_heads(),
             *self._dangling_pins(),
+            *self._dangling_annotations(),
             *self._of_no_session(),
         )
 
@@ -212,6 +216,7 @@ class Examined:
             codec.ALIAS: "an alias",
             codec.PIN: f"a pin in {whose}",
             codec.DROP: f"what was dropped of {whose}",
+            codec.ANNOTATION: f"an annotation of node {ordinal} of {whose}",
         }.get(kind, "a record of a later version")
 
     def _whose(self, session: int) -> str:
@@ -228,6 +233,53 @@ class Examined:
             return f"a move of {what} of {self._whose(session)}, which was moved again since"
         where = "is dropped" if last.ordinal is None else f"is at node {last.ordinal}"
         return f"the last move of {what} of {self._whose(session)}, which {where} by the one before"
+
+    def _unsaid(self, number: int) -> str:
+        """What a lost annotation was, and what follows."""
+        name, last = self._lost_word(number)
+        _, session, ordinal, *_ = self.survey.rows[number].item()
+        what = f"{'an annotation' if name is None else f'annotation {name!r}'} of node {ordinal} of {self._whose(session)}"
+        if last is None:
+            return what
+        return f"{what}, {'which was said anew since' if self._is_later(last, number) else 'which says what it did before'}"
+
+    def _lost_word(self, number: int) -> tuple[str | None, SaidOf | None]:
+        """Of a lost annotation: its name, if that is known, and what else is said of the same node by it."""
+        _, session, ordinal, *_ = self.survey.rows[number].item()
+        name = self.survey.names.get(number) or self._names_said.get(self.survey.id_of(number))
+        return name, None if name is None else self.survey.said.get((session, ordinal, name))
+
+    def _is_later(self, last: SaidOf, number: int) -> bool:
+        return last.version > int(self.survey.rows["key"][number])
+
+    @cached_property
+    def _names_said(self) -> dict[bytes, str]:
+        """Names of annotations, those that are used and those that are known, by their digests."""
+        return {codec.name_digest(name): name for name in {*STANDARD_NAMES, *(name for _, _, name in self.survey.said)}}
+
+    def lost_annotations(self) -> Iterator[tuple[int, bytes | None, str | None]]:
+        """Session, node and name, as far as they are known, of annotations that are lost, or whose node is."""
+        for number in sorted(self.survey.bad):
+            kind, session, ordinal, *_ = self.survey.rows[number].item()
+            if kind == codec.ANNOTATION and session not in self.dropped:
+                name, last = self._lost_word(number)
+                if last is None or not self._is_later(last, number):
+                    yield session, self._id_or_none(self.survey.find(session, ordinal)), name
+        for (session, ordinal, name), said in self.survey.said.items():
+            if session not in self.dropped and self.misplaced(session, ordinal, said) is not None:
+                yield session, said.node_id, name
+
+    def misplaced(self, session: int, ordinal: int, said: SaidOf) -> str | None:
+        """What is wrong with where an annotation stands; None: nothing."""
+        survey = self.survey
+        at = survey.find(session, ordinal)
+        if self._is_lost(at):
+            return self._how(at)
+        held = survey.sessions[session]
+        if (survey.id_of(at) if at >= 0 else held.record.root_id) != said.node_id:
+            return "is another"
+        count = int(survey.stops[at] - survey.starts[at]) if at >= 0 else 0
+        return f"has {count} tokens, not {said.stop}" if said.stop > count else None
 
     def older_heads(self) -> Iterator[tuple[int, str]]:
         """Session and name of heads of which the last move is damaged, and one before it is not."""
@@ -250,7 +302,7 @@ class Examined:
         """Number and id, if that is known, of sessions that cannot be read: their own records, or those they rest on, are lost."""
         survey = self.survey
         known = {number for number, held in survey.sessions.items() if held.rules is not None}
-        of_sessions = np.isin(survey.rows["kind"], (codec.SESSION, codec.NODE, codec.HEAD))
+        of_sessions = np.isin(survey.rows["kind"], (codec.SESSION, codec.NODE, codec.HEAD, codec.ANNOTATION))
         numbers = set(survey.rows["session"][of_sessions].tolist()) | {session for session, _ in self._orphans}
         for number in sorted(numbers - known - self.dropped):
             yield number, self.session_id(number)
@@ -322,7 +374,9 @@ class Examined:
             what = why
             if number in survey.gone:
                 sure = "" if survey.gone[number] else ", as what is left of it says"
-                named = self._moved(number) if kind == codec.HEAD else self._named(kind, session, ordinal)
+                named = self._named(kind, session, ordinal)
+                if kind in (codec.HEAD, codec.ANNOTATION):
+                    named = self._moved(number) if kind == codec.HEAD else self._unsaid(number)
                 what = f"{named}{sure}: {why}"
             where = what, _file_of(segment), segment, offset
             if kind == codec.NODE:
@@ -334,7 +388,13 @@ class Examined:
             else:
                 last = self._gone_moves[number][2] if number in self._gone_moves else None
                 harmless = kind == codec.OPENED or (last is not None and last.number > number)
-                yield Damage(*where, None if kind in (codec.ALIAS, ALIEN) else self.session_id(session), harmless=harmless)
+                node_id = None
+                if kind == codec.ANNOTATION:
+                    _, since = self._lost_word(number)
+                    harmless = since is not None and self._is_later(since, number)
+                    node_id = self._id_or_none(survey.find(session, ordinal))
+                whose = None if kind in (codec.ALIAS, ALIEN) else self.session_id(session)
+                yield Damage(*where, whose, node_id, harmless=harmless)
 
     def _bad_features(self) -> Iterator[Damage]:
         bad: dict[str, list[bytes]] = {os.path.basename(name): [] for name, why in self.survey.features.items() if why is not None}
@@ -396,10 +456,24 @@ class Examined:
                 what = f"a pin of session {held.record.session_id!r} is at node {ordinal}, which {how}"
                 yield Finding(what, *self._place(number), held.record.session_id, identity)
 
+    def _dangling_annotations(self) -> Iterator[Finding]:
+        """Annotations whose node is lost, or is not the one that they are of: those of one node together."""
+        found: defaultdict[tuple[int, int, bytes, str], list[tuple[int, str]]] = defaultdict(list)
+        for (session, ordinal, name), said in self.survey.said.items():
+            if session in self.survey.sessions and session not in self.dropped:
+                how = self.misplaced(session, ordinal, said)
+                if how is not None:
+                    found[session, ordinal, said.node_id, how].append((said.number, name))
+        for (session, ordinal, identity, how), records in sorted(found.items()):
+            names = ", ".join(repr(name) for _, name in sorted(records))
+            what = f"annotation {names} of session {self.session_id(session)!r} is of node {ordinal}, which {how}"
+            yield Finding(what, *self._place(records[0][0]), self.session_id(session), identity)
+
     def _of_no_session(self) -> Iterator[Finding]:
         """What else names a session that has no record."""
         known = {number: f"head {name!r}" for (_, name), (number, _, _) in self.survey.heads.items()}
         known |= {number: "a pin" for number, _, _ in self.survey.pins.values()}
+        known |= {said.number: f"annotation {name!r}" for (_, _, name), said in self.survey.said.items()}
         for number, what in sorted(known.items()):
             session = int(self.survey.rows["session"][number])
             if session not in self.survey.sessions and (session, NONE) not in self._explained:
@@ -435,6 +509,7 @@ class Examined:
             nodes=kinds[codec.NODE],
             heads=sum(of not in self.dropped for of in heads),
             pins=sum(of not in self.dropped for of in pins),
+            annotations=sum(of not in self.dropped for of, _, _ in survey.said),
             aliases=sum(identity is not None for _, identity in survey.aliases.values()),
             features=len(survey.features),
             unknown_records=survey.unknown,

@@ -37,10 +37,11 @@ class SalvageReport:
     ``lost_heads``: (session, name); their node or their record is lost, and in the new store there is no such head.
     ``older_heads``: those whose last move is lost, which are where they were before; ``uncertain_heads``: those of which there may
     have been one in bytes of which nobody can say what they were. ``cut_forks``: sessions that were forked from a node that is
-    lost, and begin with the nearest sound node above it now. ``lost_pins``: (session, id of the node). ``lost_aliases``: how many.
-    ``lost_features``: damaged files, below the store. ``undropped``: sessions of which something was dropped that is there again,
-    since the record of that is lost. ``later_records``: of a later version, which are left out. ``report``: what is wrong with the
-    old store.
+    lost, and begin with the nearest sound node above it now. ``lost_pins``: (session, id of the node). ``annotations``: names that
+    are said of nodes there; ``lost_annotations``: (session, id of the node, name), whose records or nodes are lost; what was said
+    by that name before stands, where that is sound. ``lost_aliases``: how many. ``lost_features``: damaged files, below the store.
+    ``undropped``: sessions of which something was dropped that is there again, since the record of that is lost. ``later_records``:
+    of a later version, which are left out. ``report``: what is wrong with the old store.
     """
 
     path: str
@@ -62,6 +63,8 @@ class SalvageReport:
     undropped: tuple[str | None, ...]
     later_records: int
     report: Report
+    annotations: int = 0
+    lost_annotations: tuple[tuple[str | None, bytes | None, str | None], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON has them; ids in hexadecimal."""
@@ -107,7 +110,7 @@ class _Salvage:
         self._ordinals = np.full(len(self._survey.rows), NONE, np.int64)  # new ones, of nodes that are kept
         self._kept = {number: held for number, held in self._survey.sessions.items() if held.rules is not None}
         self._nodes = 0
-        self._heads = 0
+        self._heads = self._annotations = 0
         self._lost_heads: list[tuple[str | None, str | None]] = []
         self._lost_pins: list[tuple[str | None, bytes]] = []
         self._cut: list[str] = []
@@ -162,6 +165,8 @@ class _Salvage:
             undropped=tuple(examined.session_id(number) for number in sorted(drops - examined.dropped)),
             later_records=survey.unknown,
             report=report,
+            annotations=self._annotations,
+            lost_annotations=tuple((examined.session_id(of), node_id, name) for of, node_id, name in examined.lost_annotations()),
         )
 
     def _note_what_is_gone(self) -> None:
@@ -186,18 +191,24 @@ class _Salvage:
     def _records(self) -> Iterator[bytes]:
         """What the new log is to hold, in order."""
         survey = self._survey
-        more = self._of_sessions()
+        more, said = self._of_sessions(), self._said()
         with survey.leased() as base, survey.reader() as read:
             if base != survey.base:
                 raise Moved(survey.path, 0)
             for number, held in self._kept.items():
-                record, first = self._begun(held)
-                yield codec.encode(record)
+                begun, first = self._begun(held)
+                yield codec.encode(begun)
                 sound = [node for node in survey.numbers_of(number).tolist() if node not in self._examined.lost]
                 for at, node in enumerate(sound, first):
                     self._ordinals[node] = at
                     yield self._moved(read(survey.rows[node]), node, at)
                 self._nodes += len(sound)
+                for at, each in said.get(number, ()):
+                    if (place := self._place(held, at)) is not None:
+                        record = codec.decode(read(survey.rows[each]))
+                        assert isinstance(record, codec.AnnotationRecord)
+                        yield codec.encode(record._replace(ordinal=place))
+                        self._annotations += 1
                 for write in more.get(number, ()):
                     if (other := write(held)) is not None:
                         yield codec.encode(other)
@@ -208,6 +219,14 @@ class _Salvage:
         for (namespace, alias), (_, identity) in survey.aliases.items():
             if identity is not None:
                 yield codec.encode(codec.AliasRecord(namespace, alias, identity))
+
+    def _said(self) -> dict[int, list[tuple[int, int]]]:
+        """Of each session the ordinals of nodes, and the records that say something of them and stand where they should."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for (session, ordinal, _), said in self._survey.said.items():
+            if session in self._kept and self._examined.misplaced(session, ordinal, said) is None:
+                found.setdefault(session, []).append((ordinal, said.number))
+        return found
 
     def _of_sessions(self) -> dict[int, list[Callable[[Held], codec.Record | None]]]:
         """What is written of each session behind its nodes."""

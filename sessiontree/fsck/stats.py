@@ -37,16 +37,18 @@ class SessionStats:
 class Stats:
     """A store by numbers. Bytes add up to those of its files.
 
-    ``bytes``: by kind of record, ``session``, ``node``, ``head``, ``opening``, ``alias``, ``pin``, ``drop``, ``later`` (of a later
-    version); ``framing``, what holds them together, damage included; ``free``, allocated ahead or torn; ``sidecars``; ``left``,
-    what compaction has left behind for those who read it still; ``features``. Of the bytes of records and features: ``live``, nodes
-    that a head, a pin or a fork is at or behind, the sessions, and the last word on heads, pins, openings and aliases; ``loose``,
-    nodes that are kept by being there alone, which ``gc(recent=0)`` would drop; ``dead``, what ``gc()`` gives back: what was
-    dropped, what was said once and does not count any more, and features that no node names.
+    ``bytes``: by kind of record, ``session``, ``node``, ``head``, ``opening``, ``alias``, ``pin``, ``drop``, ``annotation``,
+    ``later`` (of a later version); ``framing``, what holds them together, damage included; ``free``, allocated ahead or torn;
+    ``sidecars``; ``left``, what compaction has left behind for those who read it still; ``features``. Of the bytes of records and
+    features: ``live``, nodes that a head, a pin or a fork is at or behind, what was said of them last, the sessions, and the last
+    word on heads, pins, openings and aliases; ``loose``, the same of nodes that are kept by being there alone, which
+    ``gc(recent=0)`` would drop; ``dead``, what ``gc()`` gives back: what was dropped, what was said once and does not count any
+    more, and features that no node names.
 
-    ``nodes`` to ``sessions`` count what sessions show, or forks share. ``tokens``: stored. ``path_tokens``: what all paths have,
-    from the root to each leaf, one by one; ``dedupe_ratio``: how many times as much as is stored. ``fan_out``: children of a node
-    or root that has any. A node below which only a fork goes on is a leaf.
+    ``nodes`` to ``annotations`` count what sessions show, or forks share; the last of these, names that are said of nodes.
+    ``tokens``: stored. ``path_tokens``: what all paths have, from the root to each leaf, one by one; ``dedupe_ratio``: how many
+    times as much as is stored. ``fan_out``: children of a node or root that has any. A node below which only a fork goes on is a
+    leaf.
     """
 
     path: str
@@ -64,6 +66,7 @@ class Stats:
     fan_out_max: int
     fan_out_mean: float
     sessions: tuple[SessionStats, ...]
+    annotations: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON has them."""
@@ -79,6 +82,7 @@ _KINDS = {
     codec.ALIAS: "alias",
     codec.PIN: "pin",
     codec.DROP: "drop",
+    codec.ANNOTATION: "annotation",
 }
 
 
@@ -115,8 +119,11 @@ def counted(survey: Survey) -> Stats:
     last += [number for number, identity in survey.aliases.values() if identity is not None]
     last += sorted(survey.openings.values())[-1:]
     named = sum(size for name, size in survey.feature_files if os.path.basename(name) in survey.contents)
-    live = int(sizes[reached].sum() + sizes[last].sum()) + named
-    loose = int(sizes[sound & ~reached].sum())
+    there = _said_there(examined, sound)
+    of_reached = [number for number, at in there if at == ROOT or reached[at]]
+    of_loose = [number for number, at in there if at >= 0 and not reached[at]]
+    live = int(sizes[reached].sum() + sizes[last].sum() + sizes[of_reached].sum()) + named
+    loose = int(sizes[sound & ~reached].sum() + sizes[of_loose].sum())
 
     own = np.flatnonzero(sound)
     # Of each node the session it is in, as an index into those that are there; of a root, the same with -1 for a parent.
@@ -166,8 +173,21 @@ def counted(survey: Survey) -> Stats:
         depth_mean=float(depths[own].mean()) if len(own) else 0.0,
         fan_out_max=int(children.max(initial=0)),
         fan_out_mean=float(children.mean()) if len(children) else 0.0,
+        annotations=len(there),
         sessions=tuple(SessionStats(*of_it) for of_it in zip(*columns, strict=True)),
     )
+
+
+def _said_there(examined: Examined, sound: NDArray[np.bool]) -> list[tuple[int, int]]:
+    """The last words of annotations, and the nodes they are of, which are there; ROOT of a session that is."""
+    survey = examined.survey
+    found = []
+    for (session, ordinal, _), said in survey.said.items():
+        if session in survey.sessions and examined.misplaced(session, ordinal, said) is None:
+            at = survey.find(session, ordinal)
+            if sound[at] if at >= 0 else session not in examined.dropped:
+                found.append((said.number, at))
+    return found
 
 
 def _tips(examined: Examined) -> list[int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -72,6 +73,16 @@ class Move(NamedTuple):
 
     number: int
     ordinal: int | None
+    version: int
+
+
+class SaidOf(NamedTuple):
+    """A sound annotation. ``number``: of its record; ``stop``: where the last of its tokens ends in the node."""
+
+    number: int
+    node_id: bytes
+    name: str
+    stop: int
     version: int
 
 
@@ -212,6 +223,7 @@ class Survey:
         self.heads: dict[tuple[int, str], Move] = {}
         self.pins: dict[tuple[int, bytes], tuple[int, int, bool]] = {}  # the last word: its number, the ordinal, whether
         self.drops: dict[int, set[int]] = {}  # ordinals
+        self.said: dict[tuple[int, int, str], SaidOf] = {}  # the last word on a node, by session, ordinal and name
         self.openings: dict[int, int] = {}  # the last of each session
         self.opening = 0  # how many openings there were
         self.aliases: dict[tuple[Any, str], tuple[int, bytes | None]] = {}
@@ -532,14 +544,14 @@ class Survey:
 
     def _name_in(self, row: Any) -> str | None:
         """The name of what is gone, if it is to be read in what is left: it must have the digest that the entry says."""
-        if row["kind"] not in (codec.SESSION, codec.HEAD) or row["segment"] not in self.sizes:
+        if row["kind"] not in (codec.SESSION, codec.HEAD, codec.ANNOTATION) or row["segment"] not in self.sizes:
             return None
         fd = self.system.open(segment_path(self.segments, row["segment"], "seg"), os.O_RDONLY)
         try:
             data = Window(self.system, fd).get(int(row["offset"]), min(int(row["length"]), _PAGE))
         finally:
             self.system.close(fd)
-        return codec.name_in(data, row["id"].tobytes())
+        return codec.name_in(data, int(row["kind"]), row["id"].tobytes())
 
     def _left_overs(self, segment: int, stretches: Sequence[Stretch]) -> Iterator[Any]:
         """What stands behind all that can be the head of a record in damaged stretches."""
@@ -567,7 +579,7 @@ class Survey:
             kind, session, ordinal, parent = row.item()[:4]
             if kind != codec.NODE:
                 known = session in sessions
-                return kind in (codec.ALIAS, codec.SESSION) or (codec.HEAD <= kind <= codec.DROP and known)
+                return kind in (codec.ALIAS, codec.SESSION) or (codec.HEAD <= kind <= codec.ANNOTATION and known)
             if session not in sessions or parent >= ordinal:
                 return False
             low, at, behind = np.searchsorted(keys, _bounds(session, ordinal)).tolist()
@@ -796,6 +808,12 @@ class Survey:
             self.bad.setdefault(int(numbers[at]), why)
         self.identities |= checked.identities
         self.contents |= checked.contents
+        for at, (node_id, name, stop, version) in checked.said.items():
+            number = int(numbers[at])
+            _, session, ordinal, *_ = self.rows[number].item()
+            last = self.said.get((session, ordinal, name))
+            if last is None or last.version <= version:  # one may be copied behind a later one
+                self.said[session, ordinal, sys.intern(name)] = SaidOf(number, node_id, name, stop, version)
         for at, record in checked.others.items():
             self._note(int(numbers[at]), _entry_of(record)[0], record)
 

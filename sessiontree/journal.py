@@ -249,6 +249,7 @@ class SessionNodes:
         self._places = places
         self.missing = int(np.count_nonzero(places == MISSING))
         self.lenient = bool(log.damaged)
+        self.shared = log.costly
         self._asked = 0
         self._by_id: tuple[NDArray[np.uint64], NDArray[np.int64]] | None = None
         self._by_parent: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
@@ -1016,7 +1017,7 @@ class Journal:
         what = constants if tip is None else ("", (), Namespace(), "")
         record = codec.SessionRecord(number, session_id, *what, tree.limits, root.id, tip)
         first = 1 if tip is None else tree._index.base_count
-        records = _with_prefixes([codec.encode(record), *self._node_records(number, tree, first), *_said_in(number, tree, tip)])
+        records = _with_prefixes([codec.encode(record), *self._node_records(number, tree, first), *said_in(number, tree, tip)])
         with self._dropping:  # openings are written in the order in which they are counted
             if tip is not None and drops != self.drops:
                 raise Overtaken(f"{self.path}: something was dropped meanwhile")
@@ -1278,10 +1279,13 @@ def _annotation_records(number: int, tree: SessionTree, said: Iterable[Said]) ->
     return records
 
 
-def _said_in(number: int, tree: SessionTree, tip: tuple[int, int] | None) -> list[bytes]:
-    """Records of the annotations that a new session begins with: those of a path that it holds itself."""
-    if tip is not None or tree._log is None:
+def said_in(number: int, tree: SessionTree, tip: tuple[int, int] | None) -> list[bytes]:
+    """Records of the annotations that a new session begins with: those of nodes that it holds itself, and what it says anew."""
+    log, index = tree._log, tree._index
+    if log is None:
         return []
-    nodes = list(tree)
+    nodes = list(tree if tip is None else index.nodes_from(index.base_count, tree._count))
     said = zip(nodes, tree._read_said(nodes, None), strict=True)
-    return _annotation_records(number, tree, [Said(node.id, *each) for node, values in said for each in values.items()])
+    records = [Said(node.id, *each) for node, values in said for each in values.items()]
+    anew = [] if tip is None else log.since(tree._said, log.base, log.base_count)
+    return _annotation_records(number, tree, [*records, *anew])

@@ -19,10 +19,10 @@ from sessiontree import codec
 from sessiontree.backends.frames import ENTRY
 from sessiontree.backends.segment_log import new_identity
 from sessiontree.backends.shared import Backend, NewNode, NewSession, NodeRow
-from sessiontree.backends.shared_log import SharedLease, SharedLog, Snapshot
+from sessiontree.backends.shared_log import SharedLease, SharedLog, Snapshot, annotation_ref
 from sessiontree.errors import CorruptTree, IncompatibleStore, SessionExists, UnknownSession
 from sessiontree.features import FeatureStore
-from sessiontree.journal import Columns, Journal, Overtaken, SessionNodes, WriteLost
+from sessiontree.journal import Columns, Journal, Overtaken, SessionNodes, WriteLost, said_in
 from sessiontree.memory import HeldNodes
 from sessiontree.node import Namespace
 from sessiontree.tokens import PathCache
@@ -133,6 +133,10 @@ class SharedJournal(Journal):
             raise CorruptTree(f"the record of {what}session {number} is that of something else", session=number)
         return record
 
+    def _told(self, columns: Columns, number: int, drops: bool) -> tuple[int, ...]:
+        said = columns.entries["key"][columns.places(codec.ANNOTATION, number)]  # one that is said anew has the place of the old
+        return *super()._told(columns, number, drops), int(said.max(initial=0))
+
     def _nodes(self, columns: Columns, first: int, number: int, whose: str, drops: Sequence[int] = ()) -> SessionNodes:
         nodes = super()._nodes(columns, first, number, whose, drops)
         # A drop goes on naming what gc has removed, as long as anything stays that it hides: those ordinals do not come again.
@@ -212,14 +216,17 @@ class SharedJournal(Journal):
         record = codec.encode(codec.SessionRecord(number, session_id, *constants, tree.limits, root.id, tip))
         first = 1 if tip is None else tree._index.base_count
         nodes = list(map(_new_node, self._node_records(number, tree, first)))
-        match self.backend.sessions.create(NewSession(number, session_id, root.namespace.tenant, record, nodes, tip, drops)):
+        refs = {
+            annotation_ref(entry.ordinal, entry.id): said for said in said_in(number, tree, tip) if (entry := codec.entry_of(said))
+        }
+        match self.backend.sessions.create(NewSession(number, session_id, root.namespace.tenant, record, nodes, tip, drops, refs)):
             case "taken":
                 raise SessionExists(f"session {session_id!r} is in the store", session_id=session_id)
             case "dropped":
                 if tip is not None:
                     self.shared.look(tip[0])
                 raise Overtaken(f"{self.path}: something was dropped meanwhile")
-        self.shared.made(number, record, nodes)
+        self.shared.made(number, record, nodes, refs)
         return number, self._opening(), 0
 
     def _own_tip(self, number: int, ordinal: int, tree: SessionTree) -> tuple[int, int]:

@@ -443,7 +443,10 @@ class SessionTree(Sealed):
         a fork drops none of them. To go on from all of them, see :meth:`linearize`.
         """
         node = self._resolve(node)
-        return self._over_path(node, self.limits, query.sibling_results(node, self._children))
+        tree = self._over_path(node, self.limits, query.sibling_results(node, self._children))
+        if self._log is not None and node.links:  # a node that it is a prefix of is not on its path
+            return tree._annotated(node, inherited(self._read_said, self.node, node))
+        return tree
 
     def _over_path(self, tip: Node, limits: Limits, beside: Iterable[Node] = ()) -> SessionTree:
         """A tree over the path of one of this tree's nodes. ``beside``: children of that path, which come along."""

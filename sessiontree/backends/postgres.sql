@@ -71,6 +71,7 @@ CREATE TABLE refs (
     record bytea NOT NULL,
     PRIMARY KEY (session, name)
 );
+ALTER TABLE refs ALTER COLUMN record SET STORAGE EXTERNAL; -- of a long one a look reads the beginning alone
 
 CREATE TABLE names (
     name bytea PRIMARY KEY,
@@ -160,7 +161,8 @@ END $$;
 CREATE FUNCTION sessiontree.create_session(
     of uuid, this bigint,
     number bigint, name bytea, tenant uuid, record bytea, tip_session bigint, tip_ordinal integer, tip_drops integer,
-    ordinals integer[], parents integer[], keys bigint[], ids bytea[], heads bytea[], texts bytea[]
+    ordinals integer[], parents integer[], keys bigint[], ids bytea[], heads bytea[], texts bytea[],
+    ref_names bytea[], ref_records bytea[]
 ) RETURNS text LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
@@ -184,6 +186,8 @@ BEGIN
             INSERT INTO sessiontree.nodes VALUES (number, ordinals[j], parents[j], keys[j], tenant, ids[j], heads[j]);
             INSERT INTO sessiontree.bodies VALUES (number, ordinals[j], tenant, texts[j]);
         END LOOP;
+        INSERT INTO sessiontree.refs (session, version, tenant, name, record)
+            SELECT number, 0, tenant, r.name, r.record FROM unnest(ref_names, ref_records) AS r(name, record);
     END IF;
     RETURN sessiontree.done(of, this, came);
 END $$;

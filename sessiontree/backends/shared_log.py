@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from sessiontree import codec
 from sessiontree.backends.base import Durability, Overtaken, Records, WriteLost
 from sessiontree.backends.frames import ENTRY
-from sessiontree.backends.shared import Backend, Change, Look, NewNode, NodeRow
+from sessiontree.backends.shared import LONG, Backend, Change, Look, NewNode, NodeRow, shown
 from sessiontree.digest import ID_BYTES
 from sessiontree.errors import CorruptTree, SessionTreeError, StoreFailed, UnknownNode, UnknownSession
 from sessiontree.locks import new_lock
@@ -40,7 +40,9 @@ _FIELDS: Final = ("ordinal", "parent", "id", "key")
 _OVERHEAD: Final = 200  # bytes of a record in the cache beside its own
 HEAD, PIN, DROP = b"h", b"p", b"d"
 
-Place = tuple[int, int, int]  # of a record: its session, how often something had been removed from that, its ordinal
+# Of a record: its session, how often something had been removed from that, a node's ordinal, and of an annotation of that node the
+# digest of its name, and its version.
+Place = tuple[int, int, int] | tuple[int, int, int, bytes, int]
 
 
 class SharedLease(NamedTuple):
@@ -91,7 +93,7 @@ class Known:
         if nodes:
             self._more += nodes
             self.last = nodes[-1].ordinal
-        self.refs.update(refs)
+        self.refs.update((name, shown(name, record)) for name, record in refs.items())
         self._snapshot = None
 
     def snapshot(self) -> Snapshot:
@@ -106,8 +108,10 @@ class Known:
             nodes["kind"] = codec.NODE
             for name in _FIELDS:
                 nodes[name] = rows[name]
-            for at, record in enumerate(records):
+            for at, (ref, record) in enumerate([(b"", self.record), *self.refs.items()]):
                 entry = codec.entry_of(record)
+                if ref[:1] == LONG and ref != annotation_ref(entry.ordinal, entry.id):
+                    raise CorruptTree(f"{ref!r} in session {self.number} is that of something else", session=self.number)
                 others[at] = (*entry[:4], np.void(entry.id), entry.key, 0, at, 0, 0)
             entries["session"], entries["segment"] = self.number, self.removals
             self._snapshot = Snapshot(entries, records)
@@ -122,11 +126,31 @@ class Known:
 
 class Snapshot(NamedTuple):
     """Entries of one session: one for itself, one for each of its nodes, one for each ref. ``records``: of those that are no nodes,
-    each where its entry's ``offset`` says.
+    each where its entry's ``offset`` says; of annotations, their beginnings.
     """
 
     entries: NDArray[Any]
     records: list[bytes]
+
+
+def annotation_ref(ordinal: int, digest: bytes) -> bytes:
+    """The ref of an annotation, given its node's ordinal and the digest of its name."""
+    return LONG + ordinal.to_bytes(4) + digest
+
+
+def _places(entries: NDArray[Any]) -> list[Place]:
+    """Of nodes and annotations."""
+    fields = (entries[name].tolist() for name in ("kind", "session", "segment", "ordinal", "id", "key"))
+    return [
+        (session, removals, ordinal, identity, key) if kind == codec.ANNOTATION else (session, removals, ordinal)
+        for kind, session, removals, ordinal, identity, key in zip(*fields, strict=True)
+    ]
+
+
+def _place_of(number: int, removals: int, annotation: bytes) -> Place:
+    """Of the record of an annotation."""
+    entry = codec.entry_of(annotation)
+    return number, removals, entry.ordinal, entry.id, entry.key
 
 
 def _rows(nodes: Sequence[NodeRow]) -> NDArray[Any]:
@@ -233,6 +257,8 @@ class SharedLog:
             elif kind == codec.DROP:
                 drops, gone = True, gone or not ordinal
                 refs[DROP + identity] = record  # its name is completed below
+            elif kind == codec.ANNOTATION:
+                refs[annotation_ref(ordinal, identity)] = record
             else:
                 refs[(HEAD if kind == codec.HEAD else PIN) + identity] = record
         with self._lock:
@@ -362,6 +388,8 @@ class SharedLog:
                 known[change.session].fold(change)
                 removals = known[change.session].removals
                 self.cache.put_all(((change.session, removals, node.row.ordinal), node.record) for node in change.nodes)
+                said = [record for name, record in change.refs.items() if name[:1] == LONG]
+                self.cache.put_all((_place_of(change.session, removals, record), record) for record in said)
             else:
                 why[change.session] = Overtaken(f"session {change.session} was written to elsewhere")
         for number in why:
@@ -410,10 +438,10 @@ class SharedLog:
             known.pending, known.seen, known.told = known.version, known.drops, known.last
             return known.snapshot(), known.removals, known.gone
 
-    def made(self, number: int, record: bytes, nodes: Sequence[NewNode]) -> None:
+    def made(self, number: int, record: bytes, nodes: Sequence[NewNode], refs: Mapping[bytes, bytes]) -> None:
         """Know a session that was made here, and have it in hand."""
         known = Known(number)
-        known.take(Look(record, 0, 0, 0, False, True, [node.row for node in nodes], {}))
+        known.take(Look(record, 0, 0, 0, False, True, [node.row for node in nodes], refs))
         known.pending, known.told = 0, known.last
         with self._lock:
             self._remember(known)
@@ -484,23 +512,45 @@ class SharedLog:
         return SharedLease(0)
 
     def read(self, known: Any) -> bytes:
-        """The record of an entry. Raises UnknownNode where a node was removed elsewhere, StoreFailed."""
+        """The record of an entry of a node or an annotation. Raises what :meth:`read_all` raises."""
         return next(self.read_all(np.array([known], ENTRY)))
 
     def read_all(self, entries: NDArray[Any]) -> Iterator[bytes]:
+        """Those of many, in order; of what is not in the cache, those of one session in one call for nodes and one for annotations.
+
+        An annotation is as it is now: of the entry's version, or of a later one where somebody said more since. Raises UnknownNode
+        where a node was removed elsewhere, CorruptTree, StoreFailed.
+        """
         for start in range(0, len(entries), _AT_ONCE):
             batch = entries[start : start + _AT_ONCE]
-            numbers = batch["session"].tolist()
-            places = list(zip(numbers, batch["segment"].tolist(), batch["ordinal"].tolist(), strict=True))
+            places = _places(batch)
             records = self.cache.get_all(places)
             missing = [at for at, record in enumerate(records) if record is None]
-            for number in dict.fromkeys(numbers[at] for at in missing):
-                mine = {places[at][2]: at for at in missing if numbers[at] == number}
-                wanted = {ordinal: batch[at]["id"].tobytes() for ordinal, at in mine.items()}
-                for ordinal, fetched in self._fetched(number, wanted).items():
-                    records[mine[ordinal]] = fetched
+            for number in dict.fromkeys(places[at][0] for at in missing):
+                mine = [at for at in missing if places[at][0] == number]
+                nodes = {places[at][2]: at for at in mine if len(places[at]) == 3}
+                wanted = {ordinal: batch[at]["id"].tobytes() for ordinal, at in nodes.items()}
+                for ordinal, fetched in (self._fetched(number, wanted) if nodes else {}).items():
+                    records[nodes[ordinal]] = fetched
+                said = [at for at in mine if len(places[at]) > 3]
+                for at, fetched in zip(said, self._said(number, batch[said]) if said else (), strict=True):
+                    records[at] = fetched
+                    places[at] = _place_of(number, places[at][1], fetched)
             self.cache.put_all((places[at], record) for at in missing if (record := records[at]) is not None)
             yield from records  # type: ignore[misc]  # none is missing
+
+    def _said(self, number: int, entries: NDArray[Any]) -> Iterator[bytes]:
+        """Records of annotations, given their entries."""
+        wanted = [(int(entry["ordinal"]), entry["id"].tobytes(), int(entry["key"])) for entry in entries]
+        found = self.backend.sessions.read_refs(number, [annotation_ref(*each[:2]) for each in wanted])
+        for (ordinal, digest, version), record in zip(wanted, found, strict=True):
+            entry = None if record is None else codec.entry_of(record)
+            if record is None or entry is None or (entry.id == digest and entry.key < version):
+                what = f"node {ordinal} of session {number}, which is annotated, was dropped and removed elsewhere"
+                raise UnknownNode(what, node_id=b"")
+            if (entry.kind, entry.session, entry.ordinal, entry.id) != (codec.ANNOTATION, number, ordinal, digest):
+                raise CorruptTree(f"an annotation of node {ordinal} is that of something else", session=number)
+            yield record
 
     def _fetched(self, number: int, wanted: Mapping[int, bytes]) -> dict[int, bytes]:
         """Records of nodes by ordinal, given their ids."""

@@ -36,6 +36,7 @@ from sessiontree.backends.postgres_statements import (
     CHANGES,
     CREATE,
     LONGEST_HEAD,
+    byteas,
     columns,
     int4,
     int8,
@@ -505,7 +506,7 @@ def test_a_fork_waits_for_a_drop_and_gc_for_a_fork(
     with sessions_of(backend)._server.connect() as forking:
         forking.execute("BEGIN")
         session = int8(new.number), b"fork", None, b"", int8(number), int4(2), int4(1)
-        assert forking.ask(CREATE, (another_writer(forking), int8(1), *session, *columns(()))) == "made"
+        assert forking.ask(CREATE, (another_writer(forking), int8(1), *session, *columns(()), byteas(()), byteas(()))) == "made"
         running = pool.submit(backend.sessions.remove, Removal(number, 2, [2], [], 0))
         blocked(sql)
         forking.execute("COMMIT")
@@ -529,7 +530,7 @@ def test_of_one_name_that_two_tenants_are_given_at_once_one_is_made(
     with sessions_of(backend)._server.connect() as making:
         making.execute("BEGIN")
         session = int8(first), b"one", scope_of("a").bytes, b"", None, None, int4(0)
-        assert making.ask(CREATE, (another_writer(making), int8(1), *session, *columns(()))) == "made"
+        assert making.ask(CREATE, (another_writer(making), int8(1), *session, *columns(()), byteas(()), byteas(()))) == "made"
         running = pool.submit(backend.sessions.create, NewSession(second, "one", "b", b""))
         blocked(sql)
         making.execute("COMMIT")

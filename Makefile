@@ -13,7 +13,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt
 CHECKED := sessiontree engine_bridge $(wildcard tests examples benchmarks)
 # One thread for each test process: several with a thread for every core each only get in each other's way.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
+# What Python compiles is kept, whatever the shell says: every process of the run reads it again, and so does the next run.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

@@ -334,6 +334,7 @@ class AsyncSession:
     longest_prefix = _reading(Session.longest_prefix)
     validate = _reading(Session.validate)
     annotations = _reading(Session.annotations)
+    annotation = _reading(Session.annotation)
     token_values = _reading(Session.token_values)
     spans = _reading(Session.spans)
 

@@ -36,6 +36,9 @@ class AnnotationSource(Protocol):
     def read(self, nodes: Sequence[Node], name: str | None) -> Sequence[Mapping[str, Annotation]]:
         """Those of nodes, in their order; ``name``: that one alone. Read together. Raises CorruptTree, StoreFailed."""
 
+    def named(self, name: str) -> dict[bytes, Annotation]:
+        """What nodes of the session, and of the path that it shares, have by a name, by their ids. Raises the same."""
+
 
 class AnnotationLog:
     """See the module. ``base``, ``base_count``: what it lies over, and how much of that; ``source``: what is stored below it."""
@@ -93,6 +96,20 @@ class AnnotationLog:
             log = log.base
         return found
 
+    def named(self, name: str, count: int) -> dict[bytes, Annotation]:
+        """What is said by a name within the first ``count``, by the ids of nodes."""
+        found: dict[bytes, Annotation] = {}
+        log: AnnotationLog | None = self
+        while log is not None:
+            for said in reversed(log._said[: max(0, count - log.base_count)]):
+                if said.name == name:
+                    found.setdefault(said.node_id, said.value)
+            if log.source is not None:
+                found = {**log.source.named(name), **found}
+            count = min(count, log.base_count)
+            log = log.base
+        return found
+
     def since(self, count: int, before: AnnotationLog | None, first: int) -> list[Said]:
         """What is said within the first ``count``, and was not within the first ``first`` of ``before``: the last of each name.
 
@@ -121,6 +138,11 @@ Read = Callable[[Sequence[Node], str | None], Sequence[dict[str, Annotation]]]
 def annotations_of(read: Read, find: Find, node: Node) -> dict[str, Annotation]:
     """All annotations of a node: its own, and of its tokens those of the node it is a prefix of."""
     return _with_inherited(read, find, node, read([node], None)[0], None)
+
+
+def annotation_of(read: Read, find: Find, node: Node, name: str) -> Annotation | None:
+    """The same of one name."""
+    return _with_inherited(read, find, node, read([node], name)[0], name).get(name)
 
 
 def inherited(read: Read, find: Find, node: Node) -> dict[str, Annotation]:

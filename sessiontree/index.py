@@ -254,6 +254,34 @@ class NodeIndex:
                 yield from index.tip.path()
             yield from index.nodes[: visible - index.base_count]
 
+    def own_parents(self, count: int) -> Iterator[tuple[int, int]]:
+        """(ordinal, that of its parent) of its own nodes among the first ``count``. Nothing is read for it."""
+        for ordinal, node in enumerate(self.nodes[: count - self.base_count], self.base_count):
+            yield ordinal, -1 if node.parent is None else self.find_ordinal(node.parent, ordinal) or 0
+
+    def leaves(self, count: int) -> Iterator[Node]:
+        """Those of the first ``count`` nodes that have no child among them, in commit order. Of stored nodes no other is read."""
+        inner = bytearray(count)
+        layers = self.layers_upward(count)
+        bottom = layers[0][0]
+        there = list(range(bottom.base_count if bottom.tip is not None else 0))  # the path of a fork
+        inner[: max(0, len(there) - 1)] = b"\1" * max(0, len(there) - 1)
+        for index, visible in layers:
+            for ordinal, parent in index.own_parents(visible):
+                there.append(ordinal)
+                if parent >= 0:
+                    inner[parent] = 1
+        yield from (self.node_at(ordinal) for ordinal in there if not inner[ordinal])
+
+    def node_at(self, ordinal: int) -> Node:
+        """The node of an ordinal."""
+        index = self
+        while ordinal < index.base_count and index.base is not None:
+            index = index.base
+        if index.tip is not None and ordinal < index.base_count:
+            return index.tip.ancestor(ordinal)
+        return index.nodes[ordinal - index.base_count]
+
     def children(self, parent: Node, count: int) -> Iterator[tuple[int, Node]]:
         """(ordinal, node) for the children of ``parent`` among the first ``count``, in commit order."""
         for index, visible in self.layers_upward(count):

@@ -419,10 +419,12 @@ class SessionNodes:
     def annotated(self) -> bool:
         return bool(len(self._columns.places(codec.ANNOTATION, self.number)))
 
-    def annotations(self, ordinals: Sequence[int], name: str | None) -> Iterator[codec.AnnotationRecord]:
-        places, by_ordinal = self._sorted_annotations()
-        starts, stops = (by_ordinal.searchsorted(ordinals, side) for side in ("left", "right"))
-        found = np.concatenate([places[start:stop] for start, stop in zip(starts, stops, strict=True)] or [places[:0]])
+    def annotations(self, ordinals: Sequence[int] | None, name: str | None) -> Iterator[codec.AnnotationRecord]:
+        found, by_ordinal = self._sorted_annotations()
+        if ordinals is not None:
+            wanted = np.array(ordinals, np.uint32)
+            starts, stops = (by_ordinal.searchsorted(wanted, side) for side in ("left", "right"))
+            found = np.concatenate([found[:0], *(found[start:stop] for start, stop in zip(starts, stops, strict=True))])
         if name is not None:
             found = np.array(self._columns.named(found, codec.name_digest(name)), np.int64)
         rows = self._columns.entries[found]
@@ -430,10 +432,7 @@ class SessionNodes:
         for known in rows:
             try:
                 record = codec.decode(next(records))
-                if not isinstance(record, codec.AnnotationRecord) or (record.session, record.ordinal) != (
-                    self.number,
-                    known["ordinal"],
-                ):
+                if not isinstance(record, codec.AnnotationRecord) or record[:2] != (self.number, known["ordinal"]):
                     raise CorruptTree("it is that of something else")
             except CorruptTree as error:
                 raise self._named(error, int(known["ordinal"]), known, "an annotation of ") from error
@@ -1221,9 +1220,20 @@ class Journal:
             raise
 
     def attached(
-        self, number: int, before: SessionTree, node: Node, turn: Turn, details: Details, waiting: int, told: Sequence[object]
+        self,
+        number: int,
+        before: SessionTree,
+        node: Node,
+        turn: Turn,
+        details: Details,
+        waiting: int,
+        told: Sequence[object],
+        head: tuple[str, int] | None = None,
     ) -> int:
-        """As :meth:`changed`, where all that is new behind ``before`` is ``node``, which is made of ``turn`` and ``details``."""
+        """As :meth:`changed`, where all that is new behind ``before`` is ``node``, which is made of ``turn`` and ``details``.
+
+        ``head``: of one that was moved to it, its name and its version.
+        """
         try:
             if not self._sound:
                 self.check_writable()
@@ -1238,8 +1248,11 @@ class Journal:
             node_id, key = turn[0], turn[5]
             digest = 0 if key is None else codec.digest_of_key(key)
             record = codec.encode_turn(number, ordinal, above, *turn, details, digest)
-            prefix = _PREFIX.pack(codec.NODE, number, ordinal, above, node_id, digest)
-            return self._remember(self._log.enqueue(((record, prefix),), waiting, told, before), (node_id,))
+            records = [(record, _PREFIX.pack(codec.NODE, number, ordinal, above, node_id, digest))]
+            if head is not None:
+                name, version = head
+                records += _with_prefixes([codec.encode(codec.HeadRecord(number, name, ordinal, version))])
+            return self._remember(self._log.enqueue(records, waiting, told, before), (node_id,))
         except StoreFailed:
             self.check_writable()  # which says so where it is only read
             raise

@@ -63,6 +63,7 @@ from sessiontree.turns import Turn, plan_turn
 __all__ = ["Session"]
 
 T = TypeVar("T")
+HeadMove = tuple[str, Any]  # a head's name, and what is expected there
 Tell = Callable[[str, int, SessionTree, SessionTree, frozenset[str], news.Drafts], Batch]
 
 #: What a session takes beside its nodes and what finds them: measured, as everything that is made with one.
@@ -244,6 +245,10 @@ class Session:
     def annotations(self, node: Node | bytes) -> dict[str, Annotation]:
         """What is said of a node, by name. See :meth:`SessionTree.annotations`."""
         return self._tree.annotations(node)
+
+    def annotation(self, node: Node | bytes, name: str) -> Annotation | None:
+        """What is said of a node by one name; None where that is nothing. See :meth:`SessionTree.annotations`."""
+        return self._tree.annotation(node, name)
 
     def token_values(self, node: Node | bytes, name: str, start: int = 0, stop: int | None = None) -> TokenWindow:
         """The rows of an annotation along a node's path. See :meth:`SessionTree.token_values`."""
@@ -446,15 +451,19 @@ class Session:
         reserved: int = 0,
     ) -> Node:
         """Make a node, move a head to it and annotate it, in one."""
-        said = None if annotations is None else checked(annotations, turn.state.num_tokens - parent.stop, turn.role)
+        move = None if head is None else (checked_text(head, "a head's name"), expected)
+        journal = self._store._journal
+        if annotations is not None:
+            said = checked(annotations, turn.state.num_tokens - parent.stop, turn.role)
 
-        def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
-            tree, node = self._attached(parent, turn, details, reserved, tree)
-            if head is not None:
-                tree, _ = tree.set_head(head, node, expected)
-            return tree if said is None else tree._annotated(node, said), node
+            def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
+                tree, node = self._attached(parent, turn, details, reserved, move, tree)
+                return tree._annotated(node, said), node
 
-        return self._swap(attach)
+            return self._swap(attach)
+        if journal is None:
+            return self._swap(partial(self._attached, parent, turn, details, reserved, move))
+        return self._attach_on_disk(journal, parent, turn, details, reserved, move)
 
     def annotate(self, node: Node | bytes, annotations: Mapping[str, Any]) -> None:
         """Say something more of a node, durably as any change. See :meth:`SessionTree.annotate`.
@@ -590,22 +599,27 @@ class Session:
         feed.pass_on()
         return node
 
-    def _attach_on_disk(self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int) -> Node:
+    def _attach_on_disk(
+        self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int, move: HeadMove | None = None
+    ) -> Node:
         if journal.waits:
             check_may_wait(journal)
-        made = self._attach_at_rest(journal, parent, turn, details, reserved)
-        attached = partial(self._attached, parent, turn, details, reserved)
+        made = self._attach_at_rest(journal, parent, turn, details, reserved, move)
+        attached = partial(self._attached, parent, turn, details, reserved, move)
         if made is None:
             return self._swap_durably(journal, attached)
         self._see_through(journal, made[1], attached)
         return made[0]
 
-    def _attached(self, parent: Node, turn: Turn, details: Details, reserved: int, tree: SessionTree) -> tuple[SessionTree, Node]:
+    def _attached(
+        self, parent: Node, turn: Turn, details: Details, reserved: int, move: HeadMove | None, tree: SessionTree
+    ) -> tuple[SessionTree, Node]:
         self._check_there(tree, parent)
-        return tree._attach_alone(parent, turn, details, None, reserved, True)
+        tree, node = tree._attach_alone(parent, turn, details, None, reserved, True)
+        return tree if move is None else tree.set_head(move[0], node, move[1])[0], node
 
     def _attach_at_rest(
-        self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int
+        self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int, move: HeadMove | None
     ) -> tuple[Node, int] | None:
         """As :meth:`_swap_durably`, without its calls, up to the number to wait for.
 
@@ -621,16 +635,21 @@ class Session:
                 if self._dropped:
                     self._check_there(before, parent)
                 after, node = before._attach_alone(parent, turn, details, None, reserved, True)
+                if after is before:
+                    return None
+                if move is not None:
+                    after, _ = after.set_head(move[0], node, move[1])
             except SessionTreeError:
                 if journal.many_write:
                     return None
                 raise
-            if after is before or self._written is not before:
+            if self._written is not before:
                 return None
             self._written = after
             assert self._number is not None
             try:
-                waiting = journal.attached(self._number, before, node, turn, details, self._waiting, told)
+                head = None if move is None else (move[0], after._moves)
+                waiting = journal.attached(self._number, before, node, turn, details, self._waiting, told, head)
             except (Overtaken, WriteLost):  # something was left untold, came in between, or was lost
                 return None
             except SessionTreeError:  # as there

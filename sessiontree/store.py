@@ -512,6 +512,13 @@ class SessionStore:
         tree, pins = journal.view(number)
         return tree._read_only(), pins
 
+    def tree(self, session_id: str) -> SessionTree:
+        """A session's tree as it is now, without opening the session: that is no use of it. Raises UnknownSession, CorruptTree."""
+        found = self._view_of(session_id)
+        if found is None:
+            raise UnknownSession(f"no session {session_id!r}", session_id=session_id)
+        return found[0]._read_only()
+
     def get(self, session_id: str, *, scheme: PositionScheme | str | None = None, model_fingerprint: str | None = None) -> Session:
         """The session of this id: the open one, or from the disk.
 

@@ -160,8 +160,11 @@ class NodeSource(Protocol):
     def annotated(self) -> bool:
         """Whether anything is said of any node here, or of one of the path it lies over."""
 
-    def annotations(self, ordinals: Sequence[int], name: str | None) -> Iterator[Any]:
-        """What is said of nodes, in the order in which it was said; ``name``: by that one alone. Raises CorruptTree."""
+    def annotations(self, ordinals: Sequence[int] | None, name: str | None) -> Iterator[Any]:
+        """What is said of nodes (None: of all), of each in the order in which it was said; ``name``: by that one alone.
+
+        Raises CorruptTree.
+        """
 
 
 class StoredIndex(NodeIndex):
@@ -192,6 +195,14 @@ class StoredIndex(NodeIndex):
 
     def put(self, node: Node, node_id: bytes, slot: bytes | None) -> None:
         raise AssertionError("a stored index is never written to")
+
+    def own_parents(self, count: int) -> Iterator[tuple[int, int]]:
+        source = self.source
+        if self.tip is None and count:
+            yield 0, -1
+        for ordinal, parent in enumerate(source.parents()[: max(0, count - source.first)].tolist(), source.first):
+            if source.has(ordinal):
+                yield ordinal, parent
 
     def own_children(self, parent: Node, visible: int) -> Iterator[tuple[int, Node]]:
         ordinal = self.ordinal_of(parent)

@@ -19,9 +19,23 @@ class StoredAnnotations:
     def __init__(self, indexes: Sequence[StoredIndex]) -> None:
         self._indexes = tuple(indexes)
 
+    def named(self, name: str) -> dict[bytes, Annotation]:
+        found: dict[bytes, Annotation] = {}
+        *above, own = self._indexes
+        if own.tip is not None:
+            path = own.tip.path()
+            found = {node.id: said[name] for node, said in zip(path, self._read(above, path, name), strict=True) if said}
+        if own.source.annotated:
+            found |= {record.node_id: record.value for record in own.source.annotations(None, name)}
+        return found
+
     def read(self, nodes: Sequence[Node], name: str | None) -> list[dict[str, Annotation]]:
+        return self._read(self._indexes, nodes, name)
+
+    @staticmethod
+    def _read(indexes: Sequence[StoredIndex], nodes: Sequence[Node], name: str | None) -> list[dict[str, Annotation]]:
         found: list[dict[str, Annotation]] = [{} for _ in nodes]
-        for index in self._indexes:  # what a fork says itself comes last, and counts
+        for index in indexes:  # what a fork says itself comes last, and counts
             if not index.source.annotated:
                 continue
             at = {ordinal: number for number, node in enumerate(nodes) if (ordinal := index.ordinal_of(node)) is not None}

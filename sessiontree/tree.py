@@ -17,7 +17,16 @@ from numpy.typing import ArrayLike
 from pyrsistent import PMap
 
 from sessiontree import query, render
-from sessiontree.annotation_log import AnnotationLog, AnnotationSource, Said, annotations_of, inherited, path_spans, token_window
+from sessiontree.annotation_log import (
+    AnnotationLog,
+    AnnotationSource,
+    Said,
+    annotation_of,
+    annotations_of,
+    inherited,
+    path_spans,
+    token_window,
+)
 from sessiontree.annotations import Annotation, TokenWindow, checked, said_over, same
 from sessiontree.details import NO_DETAILS, Details
 from sessiontree.digest import ID_BYTES
@@ -483,6 +492,15 @@ class SessionTree(Sealed):
         The nearest counts for each token; scalars are a node's own. Of a session on disk they are read. Raises UnknownNode.
         """
         return annotations_of(self._read_said, self.node, self._resolve(node))
+
+    def annotation(self, node: Node | bytes, name: str) -> Annotation | None:
+        """The same of one name; None where nothing is said. Raises UnknownNode."""
+        found = self._resolve(node)
+        return annotation_of(self._read_said, self.node, found, name)
+
+    def annotated(self, name: str) -> dict[bytes, Annotation]:
+        """What nodes have by this name themselves, by their ids, whether they are in the tree or not. O(what is said by it)."""
+        return {} if self._log is None else self._log.named(name, self._said)
 
     def token_values(self, node: Node | bytes, name: str, start: int = 0, stop: int | None = None) -> TokenWindow:
         """The :class:`TokenValues` of this name for tokens ``[start, stop)`` of a node's path, and of which tokens there are any.

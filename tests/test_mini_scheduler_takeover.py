@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.mini_client import Client, Talk, Turn, picture, shown
-from tests.mini_server import Server
+from tests.mini_server import ForkedServer, Server
 
 LONG = {"temperature": 0, "max_new_tokens": 1_000, "ignore_eos": True}
 
@@ -21,7 +21,7 @@ LONG = {"temperature": 0, "max_new_tokens": 1_000, "ignore_eos": True}
 @pytest.fixture
 def servers(postgres_url: str, tmp_path: Path) -> Iterator[tuple[Server, Server]]:
     """Two that share a database and nothing else; neither runs yet."""
-    yield tuple(Server(postgres_url, "--model", "tiny-qwen2.5-vl", log=tmp_path / f"{name}.log") for name in "ab")  # type: ignore[misc]
+    yield tuple(ForkedServer(postgres_url, "--model", "tiny-qwen2.5-vl", log=tmp_path / f"{name}.log") for name in "ab")  # type: ignore[misc]
 
 
 @pytest.fixture

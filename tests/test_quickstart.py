@@ -70,20 +70,17 @@ def what_it_left(path: Path) -> dict[str, tuple[bytes, list[int]]]:
 
 @pytest.mark.parametrize("feeds", [2, pytest.param(11, marks=pytest.mark.soak)])
 def test_quickstart_killed_half_way_goes_on_with_the_same_outputs(
-    request: pytest.FixtureRequest, tmp_path: Path, feeds: int
+    quickstart: ModuleType, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str], tmp_path: Path, feeds: int
 ) -> None:
-    """Killed in the middle of the second reply, and of one that is streamed."""
+    """Killed in the middle of the second reply, and of one that is streamed. It is another process that goes on: this one."""
     root = request.config.rootpath
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-
-    def run(store: str, feeds: int) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", KILLED, str(root / "examples"), str(tmp_path / store), str(feeds)]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-
-    assert run("killed", feeds).returncode == -signal.SIGKILL
-    again = run("killed", 0)
-    assert again.returncode == 0, again.stderr
-    assert "replies were in the store" in again.stdout
-    whole = run("whole", 0)
-    assert whole.returncode == 0, whole.stderr
-    assert what_it_left(tmp_path / "killed") == what_it_left(tmp_path / "whole")
+    killed, whole = str(tmp_path / "killed"), str(tmp_path / "whole")
+    command = [sys.executable, "-c", KILLED, str(root / "examples"), killed, str(feeds)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert quickstart.main(["--store", killed]) == 0
+    assert "replies were in the store" in capsys.readouterr().out
+    assert quickstart.main(["--store", whole]) == 0
+    assert "replies were in the store" not in capsys.readouterr().out
+    assert what_it_left(Path(killed)) == what_it_left(Path(whole))

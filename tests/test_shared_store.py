@@ -171,6 +171,22 @@ def test_an_append_behind_anything_succeeds_and_a_stale_head_does_not_move(place
     assert shown(there) == shown(here)
 
 
+def test_a_head_that_moves_with_a_turn_is_there_for_all(place: Place) -> None:
+    one, two = place.store(), place.store()
+    here = one.create("s", scheme=SCHEME)
+    first = here.append(here.root, [1], head="main")
+    second = here.append(first, [2], head="main", expected=first)
+    there = two.get("s")
+    found = there.head("main")
+    assert (found.node.id, found.version) == (second.id, here.head("main").version) == (second.id, 2)
+    with pytest.raises(HeadMoved):
+        here.append(second, [3], head="main", expected=first)
+    there.append(second.id, [4], head="main", expected=found)
+    with pytest.raises(HeadMoved):
+        here.append(second, [5], head="main", expected=second)
+    assert shown(here) == [(1,), (1, 2), (1, 2, 4)]
+
+
 def test_threads_and_stores_write_to_one_session_at_once(place: Place) -> None:
     stores = [place.store(), place.store()]
     stores[0].create("s", scheme=SCHEME)

@@ -8,7 +8,7 @@ every row; keys are read ``KEYS`` at a time, whatever the length; and sums over 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -116,6 +116,7 @@ class Model:
     def __init__(self, name: str, whole: Any, rule: PositionScheme, seed: int) -> None:
         self.name = name
         self.scheme = rule
+        self.version = 0  # of the weights; KV pages of other ones are for no one, so requests name it in their salt
         self.fingerprint = f"{name}/{seed}"
         self.num_position_axes = rule.num_axes
         self.takes_images = name == "tiny-qwen2.5-vl"
@@ -128,6 +129,11 @@ class Model:
         config = self._config
         width = config.hidden_size // config.num_attention_heads
         return PagedCache(config.num_hidden_layers, num_pages, page_size, config.num_key_value_heads, width)
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Go on with other weights, those that are named as transformers names them. Between two steps."""
+        self._whole.load_state_dict(weights, strict=False)
+        self.version = version
 
     @torch.inference_mode()
     def encode(self, pixel_values: torch.Tensor, grid_thw: tuple[int, int, int]) -> torch.Tensor:
@@ -168,6 +174,25 @@ class Model:
         return logits[:count]
 
 
+def tiny_text_model(seed: int) -> Any:
+    """Transformers' Qwen2 in small, as :func:`qwen_reference.tiny_model` is."""
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(config).float().eval()
+
+
 def load_model(name: str, seed: int = 3) -> Model:
     """One of ``MODELS``; equal seeds give equal weights. Raises Unsupported."""
     if name == "tiny-qwen2.5-vl":
@@ -183,19 +208,5 @@ def load_model(name: str, seed: int = 3) -> Model:
         )
         return Model(name, whole, rule, seed)
     if name == "tiny-qwen2":
-        config = Qwen2Config(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            initializer_range=0.2,
-            bos_token_id=None,
-            eos_token_id=None,
-            rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        )
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            return Model(name, Qwen2ForCausalLM(config).float().eval(), scheme("text@hf5"), seed)
+        return Model(name, tiny_text_model(seed), scheme("text@hf5"), seed)
     raise Unsupported(f"no model {name!r}; there are {', '.join(MODELS)}")

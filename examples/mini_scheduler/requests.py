@@ -81,7 +81,8 @@ class Request:
 
     ``draft``: under the node that ends the prompt. ``tell``: called with each :class:`Output` on the engine's thread; it should
     only pass it on. ``salt``: of its KV pages: only requests of the same salt find them; None: the session's. ``metadata``: the
-    node's, to which the engine adds ``text``.
+    node's, to which the engine adds ``text``. ``for_training``: the node is annotated with the log-probability of each token, and
+    with the versions of the weights that sampled them.
     """
 
     def __init__(
@@ -92,12 +93,14 @@ class Request:
         *,
         salt: str | None = None,
         metadata: Mapping[str, Any] | None = None,
+        for_training: bool = False,
     ) -> None:
         self.draft = draft
         self.sampling = sampling
         self.tell = tell
         self.salt = (draft.parent.namespace.cache_salt or "") if salt is None else salt
         self.metadata = dict(metadata or {})
+        self.for_training = for_training
         # The engine's.
         self.text = Detokenizer(sampling.stop)
         self.pages: list[int] = []  # its block table: the KV of path tokens [0, len(pages) * page_size)
@@ -106,6 +109,8 @@ class Request:
         self.slot: int | None = None  # while it decodes
         self.cached_tokens: int | None = None  # None before it was admitted
         self.aborted: str | None = None  # why, once it is to go
+        self.logprobs: list[float] = []  # of its tokens, where they are for training
+        self.versions: list[int] = []  # of the weights that sampled each
         self.ended = False
 
     @property

@@ -19,11 +19,20 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
     return [_pick(row, request) for row, request in zip(logits, requests, strict=True)]
 
 
+def logprob(row: torch.Tensor, request: Request, token: int) -> float:
+    """Of a token that was picked, at the request's temperature (0: at 1), before ``top_k`` and ``top_p``."""
+    below = _allowed(row, request).double() / (request.sampling.temperature or 1.0)
+    return float(below[token if token < TEXT else TEXT] - torch.logsumexp(below, 0))
+
+
+def _allowed(row: torch.Tensor, request: Request) -> torch.Tensor:
+    """Logits of what may be picked: the end of the turn stands behind the ids that are text."""
+    return row[:TEXT] if request.sampling.ignore_eos else torch.cat((row[:TEXT], row[IM_END : IM_END + 1]))
+
+
 def _pick(row: torch.Tensor, request: Request) -> int:
-    sampling = request.sampling
-    # The end of the turn stands behind the ids that are text.
-    allowed = row[:TEXT] if sampling.ignore_eos else torch.cat((row[:TEXT], row[IM_END : IM_END + 1]))
-    at = int(allowed.argmax()) if sampling.temperature == 0 else _draw(allowed, request)
+    allowed = _allowed(row, request)
+    at = int(allowed.argmax()) if request.sampling.temperature == 0 else _draw(allowed, request)
     return at if at < TEXT else IM_END
 
 

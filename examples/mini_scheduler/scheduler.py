@@ -14,7 +14,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
@@ -26,8 +27,9 @@ from mini_scheduler.encoder import EncoderCache
 from mini_scheduler.model import KEYS, ROWS, Model, PagedBatch
 from mini_scheduler.pages import PagePool
 from mini_scheduler.requests import FinishReason, Output, Request
-from mini_scheduler.sampler import sample
-from sessiontree import DraftClosed, LimitExceeded, MediaItem, NeedsMedia, SessionStore, SessionTreeError, extend_drafts
+from mini_scheduler.sampler import logprob, sample
+from sessiontree import DraftClosed, LimitExceeded, MediaItem, NeedsMedia, SessionStore, SessionTreeError, Spans, extend_drafts
+from sessiontree.annotations import LOGPROBS, WEIGHT_VERSION
 
 _logger = logging.getLogger("mini_scheduler")
 
@@ -259,6 +261,10 @@ class Scheduler:
         )
         done = [row for row, window in enumerate(windows) if window.stop == window.request.draft.stop]
         sampled = sample(logits[done], [requests[row] for row in done])
+        for row, token in zip(done, sampled, strict=True):
+            if (request := requests[row]).for_training:
+                request.logprobs.append(logprob(logits[row], request, token))
+                request.versions.append(self._model.version)
         with self._timed():
             for draft, window in zip(drafts, windows, strict=True):
                 draft.num_computed_tokens = window.stop
@@ -353,7 +359,8 @@ class Scheduler:
         text += request.text.finish()
         try:
             with self._timed():
-                node = request.draft.commit(reason, metadata=request.metadata | {"text": request.text.text})
+                said = _said_of(request) if request.for_training else None
+                node = request.draft.commit(reason, metadata=request.metadata | {"text": request.text.text}, annotations=said)
                 request.hashes = page_hashes(node, "sglang", self.pool.page_size, salt=request.salt)
         except SessionTreeError as error:
             self._end(request, "error", error)
@@ -390,6 +397,14 @@ class Scheduler:
 
     def _timed(self) -> _SessionTime:
         return _SessionTime(self.counters)
+
+
+def _said_of(request: Request) -> dict[str, Any]:
+    """What a trainer needs to know of a reply: a number for each token, and which weights sampled which stretch."""
+    versions = request.versions
+    starts = [at for at in range(len(versions)) if at == 0 or versions[at] != versions[at - 1]]
+    spans = [(start, stop, versions[start]) for start, stop in pairwise([*starts, len(versions)])]
+    return {LOGPROBS: np.array(request.logprobs, np.float32), WEIGHT_VERSION: Spans(spans)}
 
 
 def _tell(request: Request, output: Output) -> None:

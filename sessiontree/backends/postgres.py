@@ -50,9 +50,12 @@ SELECT s.record, s.version, s.drops, s.removals, s.gone, s.removals = %b,
     ARRAY(SELECT r.name FROM {_NEWER} ORDER BY r.name), ARRAY(SELECT {_SHOWN} FROM {_NEWER} ORDER BY r.name)
 FROM sessiontree.sessions s WHERE s.number = %b AND sessiontree.sees(s.tenant)
 """
-#: A record's head is looked up by its key, whatever the server thinks of tables that have grown since it last counted their rows.
+#: A record's body is looked up by its key, whatever the server thinks of tables that have grown since it last counted their rows.
 _RECORD: Final = """
-coalesce((SELECT n.head FROM sessiontree.nodes n WHERE n.session = b.session AND n.ordinal = b.ordinal) || b.body, b.body)
+coalesce(
+    (SELECT coalesce(n.head || b.body, b.body) FROM sessiontree.bodies b WHERE b.session = n.session AND b.ordinal = n.ordinal),
+    sessiontree.beginning(n.session, n.ordinal, n.parent, n.id, n.key) || n.head
+)
 """
 _REFS: Final = """
 SELECT r.name, r.record FROM sessiontree.refs r
@@ -62,11 +65,11 @@ WHERE r.session = %b AND r.name = ANY (%b::bytea[])
 _SEEN: Final = "EXISTS (SELECT FROM sessiontree.sessions s WHERE s.number = %b AND sessiontree.sees(s.tenant))"
 #: A run of nodes, as a path without branches is: a quarter less work than to look each up.
 _RUN: Final = f"""
-SELECT b.ordinal, {_RECORD} FROM sessiontree.bodies b
-WHERE {_SEEN} AND b.session = %b AND b.ordinal BETWEEN %b AND %b
+SELECT n.ordinal, {_RECORD} FROM sessiontree.nodes n
+WHERE {_SEEN} AND n.session = %b AND n.ordinal BETWEEN %b AND %b
 """
 _THESE: Final = f"""
-SELECT wanted.ordinal, (SELECT {_RECORD} FROM sessiontree.bodies b WHERE b.session = %b AND b.ordinal = wanted.ordinal)
+SELECT wanted.ordinal, (SELECT {_RECORD} FROM sessiontree.nodes n WHERE n.session = %b AND n.ordinal = wanted.ordinal)
 FROM unnest(%b::integer[]) AS wanted(ordinal) WHERE {_SEEN}
 """
 
@@ -96,7 +99,7 @@ class PostgresSessions:
             None if session is None else int8(session),
             None if ordinal is None else int4(ordinal),
             int4(new.tip_drops),
-            *columns(new.nodes),
+            *columns([(new.number, node) for node in new.nodes]),
             byteas(new.refs),
             byteas(new.refs.values()),
         )

@@ -44,6 +44,11 @@ def _sealed_refs(refs: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
     return {name: seal(record) for name, record in refs.items()}
 
 
+def _sealed_change(change: Change) -> Change:
+    session, before, after, nodes, refs, drops, gone = change
+    return Change(session, before, after, _sealed_nodes(nodes), _sealed_refs(refs), drops, gone)
+
+
 class SealedSessions:
     """See :class:`~sessiontree.backends.shared.Sessions`."""
 
@@ -74,9 +79,7 @@ class SealedSessions:
         return found
 
     def commit(self, changes: Sequence[Change]) -> Sequence[bool]:
-        return self.inner.commit(
-            [change._replace(nodes=_sealed_nodes(change.nodes), refs=_sealed_refs(change.refs)) for change in changes]
-        )
+        return self.inner.commit([_sealed_change(change) for change in changes])
 
     def named(self, name: bytes) -> bytes | None:
         found = self.inner.named(name)

@@ -11,19 +11,19 @@ from contextlib import closing, contextmanager, suppress
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from sessiontree.backends.shared import Backend, Change, Look, NewNode, NewSession, NodeRow, Removal, shown
+from sessiontree.backends.shared import BEGINNING, LONG, Backend, Change, Look, NewNode, NewSession, NodeRow, Removal
 from sessiontree.errors import CorruptTree, IncompatibleStore, StoreFailed, Unsupported
 
-SCHEMA = """
+SCHEMA = f"""
 PRAGMA journal_mode = WAL;  -- who reads waits for no writer
-PRAGMA user_version = 1;
-CREATE TABLE counter AS SELECT 0 AS drawn;
+PRAGMA user_version = 1; CREATE TABLE counter AS SELECT 0 AS drawn;
 CREATE TABLE sessions (number PRIMARY KEY, name, tenant, record, tip_session, tip_ordinal, version, drops, removals, gone);
 CREATE INDEX sessions_by_name ON sessions (name); CREATE INDEX sessions_by_tip ON sessions (tip_session);
 CREATE VIEW ours AS SELECT * FROM sessions WHERE seen(tenant);  -- those of another tenant are not there
 CREATE TABLE nodes (session, ordinal, parent, id, key, record, PRIMARY KEY (session, ordinal));  -- key: 8 bytes
 CREATE INDEX nodes_without_records ON nodes (session, ordinal, parent, id, key);
-CREATE TABLE refs (session, name, version, shown, record, PRIMARY KEY (session, name));
+CREATE TABLE refs (session, name, version, long AS (iif(substr(name, 1, 1) = x'{LONG.hex()}', substr(record, 1, {BEGINNING}), NULL))
+    STORED, record, PRIMARY KEY (session, name));
 CREATE TABLE names (name PRIMARY KEY, tenant, record); CREATE TABLE blobs (name PRIMARY KEY, made, data);
 """
 
@@ -80,8 +80,8 @@ class Sessions(Part):
     def _add(self, db: sqlite3.Connection, session: int, at: int, nodes: Sequence[NewNode], refs: Mapping[bytes, bytes]) -> None:
         rows = [(session, row.ordinal, row.parent, row.id, row.key.to_bytes(8), record) for row, record in nodes]
         db.executemany("INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?)", rows)
-        named = ((session, name, at, shown(name, record), record) for name, record in refs.items())
-        db.executemany("REPLACE INTO refs VALUES (?, ?, ?, ?, ?)", named)
+        named = [(session, name, at, record) for name, record in refs.items()]
+        db.executemany("REPLACE INTO refs VALUES (?, ?, ?, ?)", named)
 
     def draw(self, count: int) -> Sequence[int]:
         with self.db.transaction() as db:
@@ -118,7 +118,7 @@ class Sessions(Part):
             after, _, last = (-1, 0, 0) if since is None or whole else since
             nodes = db.execute("SELECT ordinal, parent, id, key FROM nodes WHERE session = ? AND ordinal > ?", [number, last])
             rows = sorted(NodeRow(ordinal, parent, id, int.from_bytes(key)) for ordinal, parent, id, key in nodes)
-            refs = db.execute("SELECT name, shown FROM refs WHERE session = ? AND version > ?", [number, after])
+            refs = db.execute("SELECT name, coalesce(long, record) FROM refs WHERE session = ? AND version > ?", [number, after])
             return Look(record, version, drops, removals, bool(gone), whole, rows, dict(refs.fetchall()))
 
     def read_refs(self, number: int, names: Sequence[bytes]) -> Sequence[bytes | None]:

@@ -151,7 +151,7 @@ class SharedSurvey:
         for row in look.nodes:
             self._node(session, row.ordinal, row.parent, row.id, row.key, records[row.ordinal])
         for ref, data in refs.items():
-            self._ref(session, ref, data)
+            self._ref(session, ref, data, look.refs[ref])
         _hide(session)
 
     def _records(self, number: int, look: Look) -> Iterator[tuple[int, bytes | None]]:
@@ -241,7 +241,7 @@ class SharedSurvey:
         except SessionTreeError as error:
             session.nodes[ordinal] = held._replace(why=str(error))
 
-    def _ref(self, session: HeldSession, ref: bytes, data: bytes | None) -> None:
+    def _ref(self, session: HeldSession, ref: bytes, data: bytes | None, shown: bytes) -> None:
         kinds: dict[bytes, tuple[str, type[Any]]] = {
             HEAD: ("head", codec.HeadRecord),
             PIN: ("pin", codec.PinRecord),
@@ -259,6 +259,8 @@ class SharedSurvey:
             named = annotation_ref(entry.ordinal, entry.id) if ref[:1] == LONG else ref[:1] + entry.id
             if ref[:1] != DROP and ref != named:
                 raise CorruptTree(f"its name is that of another {what}")
+            if not data.startswith(shown) and entry.key <= codec.entry_of(shown).key:  # else it was said anew since
+                raise CorruptTree("its beginning is that of something else")
             session.ref_bytes[what] += len(data)
             if isinstance(record, codec.DropRecord):
                 session.dropped.update(record.ordinals)

@@ -62,6 +62,7 @@ _PREFIX: Final = Struct("<BIII32sQ")
 PREFIX_BYTES: Final = _PREFIX.size
 
 
+_as_stored = partial(tuple.__new__, Stored)
 LATER: Final = 255  # the kind of a record that a later library wrote
 
 
@@ -292,10 +293,18 @@ class SessionNodes:
 
     def _read(self, ordinals: Sequence[int], parent_id: bytes, start: int | None, rules: PositionScheme) -> Iterator[Stored]:
         """The nodes of a path below the node of ``parent_id``, which ends at ``start``; None: where the first says it begins."""
-        rows = self._columns.entries[[self._place(ordinal) for ordinal in ordinals]]
+        rows = self._columns.entries[self._places_of(ordinals)]
         records = self._log.read_all(rows) if self._log.costly else map(self.raw, ordinals)
         known = zip(rows["session"].tolist(), ordinals, rows["parent"].tolist(), rows["id"].tolist(), strict=True)
-        for at, (where, data) in enumerate(zip(known, records, strict=True)):
+        alike = len(ordinals) > _FEW and not rules.floats and 0 in rules.carries
+        heads = codec.heads_of(rows) if alike else itertools.repeat(None, len(ordinals))
+        for at, (where, head, data) in enumerate(zip(known, heads, records, strict=True)):
+            if head is not None and start is not None:
+                read = codec.text_turn(data, head, parent_id, start)
+                if read is not None:
+                    parent_id, start = where[3], read[0].state.num_tokens
+                    yield _as_stored(read)
+                    continue
             try:
                 record = codec.decode(data)
                 if not isinstance(record, codec.NodeRecord) or record[:4] != where:
@@ -339,6 +348,15 @@ class SessionNodes:
         if place == MISSING:
             raise CorruptTree(f"node {ordinal} of {self.whose} is missing")
         return place
+
+    def _places_of(self, ordinals: Sequence[int]) -> Sequence[int] | NDArray[np.int64]:
+        if len(ordinals) > _FEW:
+            at = np.array(ordinals) - self.first
+            if at.min() >= 0 and at.max() < len(self._places):
+                places: NDArray[np.int64] = self._places[at]
+                if places.min() != MISSING:
+                    return places
+        return [self._place(ordinal) for ordinal in ordinals]
 
     def id_of(self, ordinal: int) -> bytes:
         identity: bytes = self._columns.entries[self._place(ordinal)]["id"].tobytes()
@@ -389,7 +407,10 @@ class SessionNodes:
         for start in range(0, len(order), _BATCH):
             batch = order[start : start + _BATCH]
             rows = self._columns.entries[places[batch]]
-            records = map(self._log.read, rows) if not self._log.costly and _scattered(rows) else self._log.read_all(rows)
+            if self._log.costly:
+                records = iter(list(self._log.read_all(rows)))  # whoever looks at one may ask for another
+            else:
+                records = map(self._log.read, rows) if _scattered(rows) else self._log.read_all(rows)
             for at, record in zip(batch.tolist(), records, strict=True):
                 yield children[at], *codec.content_of(record)
 

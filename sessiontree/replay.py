@@ -10,7 +10,7 @@ A draft that was aborted, or is open still, was never recorded: no step stands f
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import attrs
 import numpy as np
@@ -153,7 +153,7 @@ def replay(source: OneSession | ManySessions) -> Iterator[ReplayStep]:
     serves what is sound of it, behind the last step, if there are nodes or sessions that cannot be read.
     """
     if hasattr(source, "sessions"):
-        return _steps(_sound(source))
+        return _steps(_sound(cast(ManySessions, source)))
     if hasattr(source, "tree"):
         return _steps((source,))
     raise TypeError(f"a session, a store or a bundle is replayed, not {type(source).__name__}")

@@ -33,7 +33,8 @@ from sessiontree import news
 from sessiontree.annotations import Annotation, TokenWindow, checked
 from sessiontree.details import NO_DETAILS, Details
 from sessiontree.draft import Draft, HowClosed, checked_finish_reason
-from sessiontree.edits import Content, Edit, Plan, plan_linear, plan_prefix, plan_rewrite, without_bos
+from sessiontree.drift import Decode, decoder_of
+from sessiontree.edits import Content, Edit, Plan, links_to, plan_linear, plan_prefix, plan_rewrite, without_bos
 from sessiontree.errors import (
     SessionTreeError,
     StaleSession,
@@ -316,6 +317,7 @@ class Session:
         key: str | None = None,
         positions: ExternalPositions | ArrayLike | None = None,
         strip_bos: int | None = None,
+        derived_from: Iterable[Node | bytes] = (),
         head: str | None = None,
         expected: Head | Node | bytes | None = UNSET,
         annotations: Mapping[str, Any] | None = None,
@@ -335,6 +337,8 @@ class Session:
             data, media, positions = without_bos(parent, Content(data, media, positions), strip_bos)
         turn = plan_turn(parent._lineage.scheme, parent, data, media, "input", role, key, positions)
         details = NO_DETAILS if metadata is None else Details(freeze_metadata(metadata))
+        if derived_from:
+            details = details._replace(links=links_to(map(self._found, derived_from), parent, parent.stop))
         node = (
             self._attach(parent, turn, details, reserved)
             if head is None and annotations is None
@@ -520,6 +524,9 @@ class Session:
         prompt_metadata: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         key: str | None = None,
+        derived_from: Iterable[Node | bytes] = (),
+        decode: Decode | None = None,
+        special_ids: Iterable[int] = (),
         annotations: Mapping[str, Any] | None = None,
     ) -> Recorded:
         """Record a generation of somebody who keeps no tree: the whole prompt as the engine saw it, and the completion.
@@ -528,22 +535,41 @@ class Session:
         what is new of it becomes one turn of ``role`` with ``prompt_metadata``; the completion becomes a generated turn under it
         with ``metadata``. ``media``: the prompt's, spans relative to its first token. A media span is never cut: where a
         difference is inside one, the history forks before it. Without a ``key`` the completion gets one of its own, so that
-        equal samples stay apart; with one, recording again changes nothing. ``annotations``: said of the completion, as by
-        :meth:`annotate`. All of it is recorded or nothing.
+        equal samples stay apart; with one, recording again changes nothing. ``derived_from``: as for append, of the turn that is
+        new of the prompt. ``annotations``: said of the completion, as by :meth:`annotate`. All of it is recorded or nothing.
+
+        ``decode``: what makes text, or bytes of UTF-8, of a list of ids and leaves special tokens in: a tokenizer's ``decode`` or
+        ``decode_bytes``; with it, ``fork.drift`` says what kind of drift it is, going by a few thousand tokens. ``special_ids``:
+        which ids are special tokens. It changes nothing of what is recorded, and is called only where the prompt forks, before
+        anything is, and without a lock. An Exception that it raises is logged and leaves ``drift`` "unknown".
 
         Raises FinishRefused for "abort" and "error", and what append, commit and annotate raise.
         """
         finish_reason = checked_finish_reason(finish_reason)
         prompt, completion = (token_bytes(ids, self.max_tokens) for ids in (prompt_token_ids, completion_token_ids))
         items = tuple(media)
-        roles = {"role": checked_text(role, "role"), "completion_role": completion_role}
+        role = checked_text(role, "role")
         prompt_details = Details(freeze_metadata(prompt_metadata))
         details = Details(freeze_metadata(metadata), finish_reason, "keep")
+        sources, decoder = tuple(map(self._found, derived_from)), decoder_of(decode, special_ids)
         said = {} if annotations is None else checked(annotations, len(completion) // TOKEN_BYTES, completion_role)
         while True:
-            match, beyond = self._tree._find_prefix(prompt, items)
+            tree = self._tree
+            match, beyond = tree._find_prefix(prompt, items)
             plan, reused, fork = plan_record(
-                match, beyond, prompt, completion, items, key=key, prompt_details=prompt_details, details=details, **roles
+                match,
+                beyond,
+                prompt,
+                completion,
+                items,
+                role=role,
+                completion_role=completion_role,
+                key=key,
+                prompt_details=prompt_details,
+                details=details,
+                sources=sources,
+                decoder=decoder,
+                children=tree._children,
             )
             own: list[str] | None = [] if key is None else None
             with suppress(UnknownNode):  # what it goes on from was dropped meanwhile

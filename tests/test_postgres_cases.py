@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from random import Random
@@ -358,7 +358,7 @@ class Counting:
         self.rows += 0 if look is None else len(look.nodes)
         return look
 
-    def read(self, session: int, ordinals: Sequence[int], *, fresh: bool = False) -> Sequence[bytes | None]:
+    def read(self, session: int, ordinals: Sequence[int], *, fresh: bool = False) -> Iterable[bytes | None]:
         self.calls += 1
         self.records += len(ordinals)
         return self._backend.nodes.read(session, ordinals)

@@ -24,9 +24,9 @@ from sessiontree.backends.shared import Change, NewNode
 BODY: Final = 4032  # bytes of a record's body of which two fill a page
 LONGEST_HEAD: Final = 1024  # bytes of what stands with a node's row
 NULL: Final = b"\xff\xff\xff\xff"
-_BOOL, _BYTEA, _INT8, _INT4, _UUID = 16, 17, 20, 23, 2950
-_BYTEAS, _INT4S, _INT8S = 1001, 1007, 1016
-_NODES: Final = _INT4S, _INT4S, _INT8S, _BYTEAS, _BYTEAS, _BYTEAS  # as columns gives them
+INT8, INT4, INT4S = 20, 23, 1007
+_BOOL, _BYTEA, _UUID, _BYTEAS, _INT8S = 16, 17, 2950, 1001, 1016
+_NODES: Final = INT4S, INT4S, _INT8S, _BYTEAS, _BYTEAS, _BYTEAS  # as columns gives them
 
 Value = bytes | None
 int4: Final = Struct(">i").pack
@@ -67,7 +67,7 @@ WITH held AS (
     SELECT h.number, h.version, h.tenant, $13, $14 FROM held h WHERE $13 IS NOT NULL
     {_UPSERT}
 ), {_MOVED.format("h.number::text")}""",
-    (_UUID, _INT8, _INT8, _INT8, _INT8, _INT4, _INT4, _INT4, _INT8, _BYTEA, _BYTEA, _BYTEA, _BYTEA, _BYTEA),
+    (_UUID, INT8, INT8, INT8, INT8, INT4, INT4, INT4, INT8, _BYTEA, _BYTEA, _BYTEA, _BYTEA, _BYTEA),
 )
 
 #: Any changes. Its outcome names the sessions that were moved.
@@ -96,17 +96,17 @@ WITH changes AS MATERIALIZED (
     JOIN held h ON h.number = r.session
     {_UPSERT}
 ), {_MOVED.format("string_agg(h.number::text, ' ')")}""",
-    (_UUID, _INT8, _INT8S, _INT8S, _INT8S, _INT4S, _INT8S, *_NODES, _INT8S, _BYTEAS, _BYTEAS),
+    (_UUID, INT8, _INT8S, _INT8S, _INT8S, INT4S, _INT8S, *_NODES, _INT8S, _BYTEAS, _BYTEAS),
 )
 
 
 def _function(name: str, *types: int) -> Statement:
-    every = (_UUID, _INT8, *types)
+    every = (_UUID, INT8, *types)
     return Statement(f"SELECT sessiontree.{name}({', '.join(f'${at}' for at in range(1, len(every) + 1))})", every)
 
 
-CREATE: Final = _function("create_session", _INT8, _BYTEA, _UUID, _BYTEA, _INT8, _INT4, _INT4, *_NODES, _BYTEAS, _BYTEAS)
-REMOVE: Final = _function("remove", _INT8, _INT8, _INT4S, _BYTEAS, _INT8, _BOOL)
+CREATE: Final = _function("create_session", INT8, _BYTEA, _UUID, _BYTEA, INT8, INT4, INT4, *_NODES, _BYTEAS, _BYTEAS)
+REMOVE: Final = _function("remove", INT8, INT8, INT4S, _BYTEAS, INT8, _BOOL)
 SET_NAME: Final = _function("set_name", _BYTEA, _UUID, _BYTEA, _BYTEA)
 
 
@@ -145,7 +145,7 @@ def columns(nodes: Sequence[tuple[int, NewNode]]) -> tuple[bytes, ...]:
     return (
         int4s(node.row.ordinal for _, node in nodes),
         int4s(node.row.parent for _, node in nodes),
-        _array(_INT8, [_key(node.row.key) for _, node in nodes]),
+        _array(INT8, [_key(node.row.key) for _, node in nodes]),
         byteas(node.row.id for _, node in nodes),
         byteas(head for head, _ in cuts),
         byteas(body for _, body in cuts),
@@ -175,11 +175,11 @@ def _key(key: int) -> bytes | None:
 
 
 def int4s(values: Iterable[int]) -> bytes:
-    return _array(_INT4, [int4(value) for value in values])
+    return _array(INT4, [int4(value) for value in values])
 
 
 def int8s(values: Iterable[int]) -> bytes:
-    return _array(_INT8, [int8(value) for value in values])
+    return _array(INT8, [int8(value) for value in values])
 
 
 def byteas(values: Iterable[bytes | None]) -> bytes:

@@ -139,13 +139,8 @@ def annotation_ref(ordinal: int, digest: bytes) -> bytes:
     return LONG + ordinal.to_bytes(4) + digest
 
 
-def _places(entries: NDArray[Any]) -> list[Place]:
-    """Of nodes and annotations."""
-    fields = (entries[name].tolist() for name in ("kind", "session", "segment", "ordinal", "id", "key"))
-    return [
-        (session, removals, ordinal, identity, key) if kind == codec.ANNOTATION else (session, removals, ordinal)
-        for kind, session, removals, ordinal, identity, key in zip(*fields, strict=True)
-    ]
+def _places_said(annotations: NDArray[Any]) -> list[Place]:
+    return list(zip(*(annotations[name].tolist() for name in ("session", "segment", "ordinal", "id", "key")), strict=True))
 
 
 def _place_of(number: int, removals: int, annotation: bytes) -> Place:
@@ -559,27 +554,48 @@ class SharedLog:
 
     def read(self, known: Any) -> bytes:
         """The record of an entry of a node or an annotation. Raises what :meth:`read_all` raises."""
-        return next(self.read_all(np.array([known], ENTRY)))
+        (record,) = self.read_all(np.array([known], ENTRY))
+        return record
 
     def read_all(self, entries: NDArray[Any]) -> Iterator[bytes]:
-        """Those of many, in order; of what is not in the cache, those of one session in one call for nodes and one for annotations.
+        """Those of many entries in order, which are all of nodes or all of annotations. Where none is in the cache they are given
+        out as they come: whoever asks for other things meanwhile makes a list of them first.
 
-        An annotation is as it is now: of the entry's version, or of a later one where somebody said more since. Raises UnknownNode
+        Annotations are as they are now: of an entry's version, or of a later one where somebody said more since. Raises UnknownNode
         where a node was removed elsewhere, CorruptTree, StoreFailed.
         """
+        if len(entries) and entries["kind"][0] == codec.ANNOTATION:
+            yield from self._read_said(entries)
+            return
         for start in range(0, len(entries), _AT_ONCE):
             batch = entries[start : start + _AT_ONCE]
-            places = _places(batch)
+            numbers = batch["session"].tolist()
+            places: list[Place] = list(zip(numbers, batch["segment"].tolist(), batch["ordinal"].tolist(), strict=True))
+            records = self.cache.get_all(places)
+            missing = [at for at, record in enumerate(records) if record is None]
+            ids = batch["id"].tolist() if missing else ()
+            of = dict.fromkeys(numbers[at] for at in missing)
+            at_once = len(missing) == len(records) and len(of) == 1  # each as it comes
+            for number in of:
+                mine = [at for at in missing if numbers[at] == number]
+                fetched = self._fetched(number, [places[at][2] for at in mine], [ids[at] for at in mine])
+                for at, each in zip(mine, fetched, strict=True):
+                    records[at] = each
+                    if at_once:
+                        yield each
+            self.cache.put_all((places[at], record) for at in missing if (record := records[at]) is not None)
+            if not at_once:
+                yield from records  # type: ignore[misc]  # none is missing
+
+    def _read_said(self, entries: NDArray[Any]) -> Iterator[bytes]:
+        for start in range(0, len(entries), _AT_ONCE):
+            batch = entries[start : start + _AT_ONCE]
+            places = _places_said(batch)
             records = self.cache.get_all(places)
             missing = [at for at, record in enumerate(records) if record is None]
             for number in dict.fromkeys(places[at][0] for at in missing):
                 mine = [at for at in missing if places[at][0] == number]
-                nodes = {places[at][2]: at for at in mine if len(places[at]) == 3}
-                wanted = {ordinal: batch[at]["id"].tobytes() for ordinal, at in nodes.items()}
-                for ordinal, fetched in (self._fetched(number, wanted) if nodes else {}).items():
-                    records[nodes[ordinal]] = fetched
-                said = [at for at in mine if len(places[at]) > 3]
-                for at, fetched in zip(said, self._said(number, batch[said]) if said else (), strict=True):
+                for at, fetched in zip(mine, self._said(number, batch[mine]), strict=True):
                     records[at] = fetched
                     places[at] = _place_of(number, places[at][1], fetched)
             self.cache.put_all((places[at], record) for at in missing if (record := records[at]) is not None)
@@ -598,19 +614,29 @@ class SharedLog:
                 raise CorruptTree(f"an annotation of node {ordinal} is that of something else", session=number)
             yield record
 
-    def _fetched(self, number: int, wanted: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Records of nodes by ordinal, given their ids."""
-        records: dict[int, bytes] = {}
-        for fresh in (False, True):
-            left = [ordinal for ordinal in wanted if ordinal not in records]
-            if left:
-                found = zip(left, self.backend.nodes.read(number, left, fresh=fresh), strict=True)
-                records |= {at: record for at, record in found if record is not None and codec.id_in(record) == wanted[at]}
-        for ordinal, node_id in wanted.items():
-            if ordinal not in records:
-                what = f"node {ordinal} ({node_id[:4].hex()}) of session {number} was dropped and removed elsewhere"
-                raise UnknownNode(what, node_id=node_id)
-        return records
+    def _fetched(self, number: int, ordinals: Sequence[int], ids: Sequence[bytes]) -> Iterator[bytes]:
+        """Records of nodes in that order, given their ids, as they come. Raises UnknownNode."""
+        found = iter(self.backend.nodes.read(number, ordinals))
+        for at, record in enumerate(found):
+            if record is None or codec.id_in(record) != ids[at]:
+                rest = [record, *found]  # all of them, before others are asked for
+                yield from self._fetched_afresh(number, ordinals[at:], ids[at:], rest)
+                return
+            yield record
+
+    def _fetched_afresh(
+        self, number: int, ordinals: Sequence[int], ids: Sequence[bytes], found: Sequence[bytes | None]
+    ) -> list[bytes]:
+        """The same, where some of those that were found are of other nodes, or none."""
+        records = {at: record for at, record in enumerate(found) if record is not None and codec.id_in(record) == ids[at]}
+        left = [at for at in range(len(ids)) if at not in records]
+        again = self.backend.nodes.read(number, [ordinals[at] for at in left], fresh=True)
+        for at, each in zip(left, again, strict=True):
+            if each is None or codec.id_in(each) != ids[at]:
+                what = f"node {ordinals[at]} ({ids[at][:4].hex()}) of session {number} was dropped and removed elsewhere"
+                raise UnknownNode(what, node_id=ids[at])
+            records[at] = each
+        return [records[at] for at in range(len(ids))]
 
     def close(self) -> None:
         try:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import sqlite_backend
 
-from sessiontree import CorruptTree, SessionStore, UnknownSession, Unsupported, codec, store
+from sessiontree import CorruptTree, SessionStore, TokenValues, UnknownSession, Unsupported, codec, store
 from sessiontree.backends.sealed import seal, unseal
 from sessiontree.backends.shared import Backend, Look
 from sessiontree.cli import source
@@ -470,6 +470,21 @@ def test_a_node_that_starts_elsewhere_than_its_parent_ends_is_damaged(sound: Pat
         db.execute("UPDATE nodes SET record = ? WHERE rowid = ?", (seal(codec.encode(record._replace(state=state))), rowid))
     (damage,) = checked(sound).damaged
     assert "it starts at token 6, and its parent ends at 1" in damage.what
+
+
+def test_an_annotation_is_of_a_node_that_is_there_and_of_its_tokens(sound: Path) -> None:
+    with closing(sqlite3.connect(sound)) as db:
+        rows = db.execute(f"SELECT rowid, record FROM refs WHERE session = {S} AND substr(name, 1, 1) = x'6e'").fetchall()
+    records = {rowid: codec.decode(unseal(data, "it")) for rowid, data in rows}
+    (rowid,) = (rowid for rowid, record in records.items() if record.name == "logprobs")  # type: ignore[union-attr]
+    record: Any = records[rowid]
+    for change, how in (
+        ({"node_id": bytes(32)}, "is another"),
+        ({"value": TokenValues([1.0], start=1)}, "has fewer tokens"),
+    ):
+        tampered(sound, "UPDATE refs SET record = ? WHERE rowid = ?", (seal(codec.encode(record._replace(**change))), rowid))
+        (found,) = checked(sound).dangling
+        assert found.what == f"annotation 'logprobs' of session 's' is of node 2, which {how}"
 
 
 def test_the_beginning_of_an_annotation_is_that_of_its_record(sound: Path) -> None:

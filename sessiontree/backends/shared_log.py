@@ -12,6 +12,7 @@ again before the session has looked anew (:meth:`claim`).
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -561,8 +562,9 @@ class SharedLog:
         """Those of many entries in order, which are all of nodes or all of annotations. Where none is in the cache they are given
         out as they come: whoever asks for other things meanwhile makes a list of them first.
 
-        Annotations are as they are now: of an entry's version, or of a later one where somebody said more since. Raises UnknownNode
-        where a node was removed elsewhere, CorruptTree, StoreFailed.
+        Annotations that are not in the cache are as they are now: of an entry's version, or of another where somebody said more
+        since, or the node was removed and another has its ordinal. Raises UnknownNode where it was removed elsewhere, CorruptTree,
+        StoreFailed.
         """
         if len(entries) and entries["kind"][0] == codec.ANNOTATION:
             yield from self._read_said(entries)
@@ -603,13 +605,13 @@ class SharedLog:
 
     def _said(self, number: int, entries: NDArray[Any]) -> Iterator[bytes]:
         """Records of annotations, given their entries."""
-        wanted = [(int(entry["ordinal"]), entry["id"].tobytes(), int(entry["key"])) for entry in entries]
-        found = self.backend.sessions.read_refs(number, [annotation_ref(*each[:2]) for each in wanted])
-        for (ordinal, digest, version), record in zip(wanted, found, strict=True):
-            entry = None if record is None else codec.entry_of(record)
-            if record is None or entry is None or (entry.id == digest and entry.key < version):
-                what = f"node {ordinal} of session {number}, which is annotated, was dropped and removed elsewhere"
+        wanted = list(zip(entries["ordinal"].tolist(), entries["id"].tolist(), strict=True))
+        found = self.backend.sessions.read_refs(number, list(itertools.starmap(annotation_ref, wanted)))
+        for (ordinal, digest), record in zip(wanted, found, strict=True):
+            if record is None:
+                what = f"node {ordinal} of session {number}, of which something was said, was dropped and removed elsewhere"
                 raise UnknownNode(what, node_id=b"")
+            entry = codec.entry_of(record)
             if (entry.kind, entry.session, entry.ordinal, entry.id) != (codec.ANNOTATION, number, ordinal, digest):
                 raise CorruptTree(f"an annotation of node {ordinal} is that of something else", session=number)
             yield record

@@ -197,11 +197,11 @@ class AnnotationTests(Conformance):
             for log in logs:
                 check_session(home.store.get(log.session_id), log)
             home.reopen()
-        for gone in (1, 0, 2):
-            home.store.drop(logs[gone].session_id)
+        for gone in (1, 0, 1):
+            home.store.drop(logs.pop(gone).session_id)
             home.store.gc()
             home.reopen()
-            for log in logs[3:]:
+            for log in logs:
                 check_session(home.store.get(log.session_id), log)
 
     def test_a_fork_of_a_session_of_another_store_has_them_too(self, home: Home) -> None:

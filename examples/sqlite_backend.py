@@ -11,21 +11,20 @@ from contextlib import closing, contextmanager, suppress
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from sessiontree.backends.shared import Backend, Change, Look, NewNode, NewSession, NodeRow, Removal
+from sessiontree.backends.shared import BEGINNING, LONG, Backend, Change, Look, NewNode, NewSession, NodeRow, Removal
 from sessiontree.errors import CorruptTree, IncompatibleStore, StoreFailed, Unsupported
 
-SCHEMA = """
+SCHEMA = f"""
 PRAGMA journal_mode = WAL;  -- who reads waits for no writer
-PRAGMA user_version = 1;
-CREATE TABLE counter AS SELECT 0 AS drawn;
+PRAGMA user_version = 1; CREATE TABLE counter AS SELECT 0 AS drawn;
 CREATE TABLE sessions (number PRIMARY KEY, name, tenant, record, tip_session, tip_ordinal, version, drops, removals, gone);
 CREATE INDEX sessions_by_name ON sessions (name); CREATE INDEX sessions_by_tip ON sessions (tip_session);
 CREATE VIEW ours AS SELECT * FROM sessions WHERE seen(tenant);  -- those of another tenant are not there
 CREATE TABLE nodes (session, ordinal, parent, id, key, record, PRIMARY KEY (session, ordinal));  -- key: 8 bytes
 CREATE INDEX nodes_without_records ON nodes (session, ordinal, parent, id, key);
-CREATE TABLE refs (session, name, version, record, PRIMARY KEY (session, name));
-CREATE TABLE names (name PRIMARY KEY, tenant, record);
-CREATE TABLE blobs (name PRIMARY KEY, made, data);
+CREATE TABLE refs (session, name, version, long AS (iif(substr(name, 1, 1) = x'{LONG.hex()}', substr(record, 1, {BEGINNING}), NULL))
+    STORED, record, PRIMARY KEY (session, name));
+CREATE TABLE names (name PRIMARY KEY, tenant, record); CREATE TABLE blobs (name PRIMARY KEY, made, data);
 """
 
 
@@ -78,9 +77,11 @@ class Part:
 
 
 class Sessions(Part):
-    def _add(self, db: sqlite3.Connection, session: int, nodes: Sequence[NewNode]) -> None:
+    def _add(self, db: sqlite3.Connection, session: int, at: int, nodes: Sequence[NewNode], refs: Mapping[bytes, bytes]) -> None:
         rows = [(session, row.ordinal, row.parent, row.id, row.key.to_bytes(8), record) for row, record in nodes]
         db.executemany("INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?)", rows)
+        named = [(session, name, at, record) for name, record in refs.items()]
+        db.executemany("REPLACE INTO refs VALUES (?, ?, ?, ?)", named)
 
     def draw(self, count: int) -> Sequence[int]:
         with self.db.transaction() as db:
@@ -95,7 +96,7 @@ class Sessions(Part):
             if new.tip and not db.execute("SELECT 1 FROM ours WHERE number = ? AND drops = ?", [tip[0], new.tip_drops]).fetchone():
                 return "dropped"
             db.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, 0, 0, 0, 0)", [*new[:4], *tip])
-            self._add(db, new.number, new.nodes)
+            self._add(db, new.number, 0, new.nodes, new.refs)
         return "made"
 
     def find(self, name: str) -> int | None:
@@ -117,8 +118,12 @@ class Sessions(Part):
             after, _, last = (-1, 0, 0) if since is None or whole else since
             nodes = db.execute("SELECT ordinal, parent, id, key FROM nodes WHERE session = ? AND ordinal > ?", [number, last])
             rows = sorted(NodeRow(ordinal, parent, id, int.from_bytes(key)) for ordinal, parent, id, key in nodes)
-            refs = db.execute("SELECT name, record FROM refs WHERE session = ? AND version > ?", [number, after])
+            refs = db.execute("SELECT name, coalesce(long, record) FROM refs WHERE session = ? AND version > ?", [number, after])
             return Look(record, version, drops, removals, bool(gone), whole, rows, dict(refs.fetchall()))
+
+    def read_refs(self, number: int, names: Sequence[bytes]) -> Sequence[bytes | None]:
+        found = "record FROM refs WHERE session = (SELECT number FROM ours WHERE number = ?) AND name = ?"
+        return [row[0][0] if (row := self.db.select(found, number, name)) else None for name in names]
 
     def commit(self, changes: Sequence[Change]) -> Sequence[bool]:
         done = []
@@ -128,9 +133,7 @@ class Sessions(Part):
             for session, before, after, nodes, refs, drops, gone in changes:
                 done.append(db.execute(move, [after, drops, gone, session, before]).rowcount == 1)
                 if done[-1]:
-                    self._add(db, session, nodes)
-                    rows = [(session, name, after, record) for name, record in refs.items()]
-                    db.executemany("INSERT OR REPLACE INTO refs VALUES (?, ?, ?, ?)", rows)
+                    self._add(db, session, after, nodes, refs)
         return done
 
     def tips(self) -> Sequence[tuple[int, int, int]]:
@@ -186,9 +189,8 @@ class Blobs(Part):
         return self.db.select("name, max(0, julianday('now') - made) * 86400 FROM blobs WHERE instr(name, ?) = 1", prefix)
 
     def delete(self, names: Iterable[str]) -> int:
-        rows = [(name,) for name in names]
         with self.db.transaction() as db:
-            return db.executemany("DELETE FROM blobs WHERE name = ?", rows).rowcount
+            return db.executemany("DELETE FROM blobs WHERE name = ?", [(name,) for name in names]).rowcount
 
 
 def connect(path: str, tenant: str | None = None) -> Backend:

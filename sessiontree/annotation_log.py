@@ -207,6 +207,8 @@ def token_window(read: Read, find: Find, node: Node, name: str, start: int, stop
     start, stop = window(start, stop, node.stop, "start")
     found: TokenWindow | None = None
     for each, value in values_along(read, find, node, name, TokenValues, start, stop):
+        if value.dtype is None:  # it says nothing of any token
+            continue
         if found is None:
             found = TokenWindow.empty(stop - start, value.dtype, value.row_shape)
         elif (value.dtype, value.row_shape) != (found.values.dtype, found.values.shape[1:]):

@@ -20,7 +20,7 @@ from sessiontree import codec
 from sessiontree.backends.base import Progress, Records
 from sessiontree.backends.blobs import FeatureFolder, file_name
 from sessiontree.errors import CorruptTree
-from sessiontree.journal import MISSING, PREFIX_BYTES, Columns, Journal, above, below, parents_of, prefix_of
+from sessiontree.journal import MISSING, PREFIX_BYTES, Columns, Journal, above, below, parents_of, prefix_of, said_in
 
 _BATCH_BYTES: Final = 2**20
 _BATCH: Final = 2**15  # entries looked at together
@@ -168,6 +168,9 @@ def compact(journal: Journal, features: FeatureFolder | None, progress: Progress
             progress(done, len(stay.nodes))
     for _, records in _in_batches(journal, entries, stay.annotations):
         log.copy(records)
+    for number in _past_annotations(journal, columns, stay):  # of its path it says itself what those said that it leaves
+        said = said_in(number, journal.stored_at(columns, number)[0], True)
+        log.copy([(record, prefix_of(record)) for record in said])
     if features is not None and candidates and (unsure := candidates - named & features.fresh()):
         # Put since the store was opened: they wait for their nodes, unless those have come and gone.
         gone = np.setdiff1d(places, stay.nodes)
@@ -193,6 +196,21 @@ def compact(journal: Journal, features: FeatureFolder | None, progress: Progress
             named.update(_named(record for record, _ in records))
         removed = features.remove(candidates - named)
     return GcReport(before, len(stay.nodes), bytes_before, log.stored_bytes(), removed, swept)
+
+
+def _past_annotations(journal: Journal, columns: Columns, stay: Kept) -> list[int]:
+    """Forks whose paths end elsewhere by now, past a session that says something of them."""
+    said = set(columns.sessions[columns.places(codec.ANNOTATION)].tolist())
+    tips = journal.tips(columns) if stay.tips and said else {}
+    passing = []
+    for number in stay.tips if tips else ():
+        at, last = tips[number], stay.tips[number]
+        while at is not None and last is not None and at[0] != last[0]:
+            if at[0] in said:
+                passing.append(number)
+                break
+            at = tips[at[0]]
+    return passing
 
 
 def _checked(journal: Journal, columns: Columns) -> Kept:

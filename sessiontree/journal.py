@@ -250,6 +250,7 @@ class SessionNodes:
         self._places = places
         self.missing = int(np.count_nonzero(places == MISSING))
         self.lenient = bool(log.damaged)
+        self.shared = log.costly
         self._asked = 0
         self._by_id: tuple[NDArray[np.uint64], NDArray[np.int64]] | None = None
         self._by_parent: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
@@ -883,9 +884,10 @@ class Journal:
 
     def stored(self, number: int) -> tuple[SessionTree, dict[bytes, int]]:
         """The same of what is on disk."""
-        return self._made_of(self.columns(number), number)
+        return self.stored_at(self.columns(number), number)
 
-    def _made_of(self, columns: Columns, number: int) -> tuple[SessionTree, dict[bytes, int]]:
+    def stored_at(self, columns: Columns, number: int) -> tuple[SessionTree, dict[bytes, int]]:
+        """The same as ``columns`` have it."""
         chain = self._indexes_of(columns, number)
         index = chain[-1]
         top = NodeIndex(index.root, index.limits, base=index, base_count=index.count)
@@ -1039,7 +1041,9 @@ class Journal:
         what = constants if tip is None else ("", (), Namespace(), "")
         record = codec.SessionRecord(number, session_id, *what, tree.limits, root.id, tip)
         first = 1 if tip is None else tree._index.base_count
-        records = _with_prefixes([codec.encode(record), *self._node_records(number, tree, first), *_said_in(number, tree, tip)])
+        records = _with_prefixes(
+            [codec.encode(record), *self._node_records(number, tree, first), *said_in(number, tree, tip is None)]
+        )
         with self._dropping:  # openings are written in the order in which they are counted
             if tip is not None and drops != self.drops:
                 raise Overtaken(f"{self.path}: something was dropped meanwhile")
@@ -1135,7 +1139,7 @@ class Journal:
     def _keep_prefixes(self, columns: Columns, number: int, ordinals: Iterable[int]) -> None:
         """Before nodes go: record what is said of them of those, too, that are prefixes of them and stay."""
         if len(columns.places(codec.ANNOTATION, number)):
-            tree, _ = self._made_of(columns, number)
+            tree, _ = self.stored_at(columns, number)
             kept = tree._keeping_prefixes([tree.node(tree._index.id_of(ordinal)) for ordinal in ordinals if ordinal])
             if kept is not tree:
                 self._log.enqueue(_with_prefixes(_annotation_records(number, kept, kept._said_since(tree))))
@@ -1315,13 +1319,16 @@ def _annotation_records(number: int, tree: SessionTree, said: Iterable[Said]) ->
     return records
 
 
-def _said_in(number: int, tree: SessionTree, tip: tuple[int, int] | None) -> list[bytes]:
-    """Records of the annotations that a new session begins with: of a path that it shares, those that it alone has."""
-    log = tree._log
+def said_in(number: int, tree: SessionTree, whole: bool) -> list[bytes]:
+    """Records of the annotations that a new session begins with: those of nodes that it holds itself, and what it says anew.
+
+    ``whole``: those of all nodes, also of a path that it shares.
+    """
+    log, index = tree._log, tree._index
     if log is None:
         return []
-    if tip is not None:
-        return _annotation_records(number, tree, log.since(tree._said, log.base, log.base_count))
-    nodes = list(tree)
+    nodes = list(tree if whole else index.nodes_from(index.base_count, tree._count))
     said = zip(nodes, tree._read_said(nodes, None), strict=True)
-    return _annotation_records(number, tree, [Said(node.id, *each) for node, values in said for each in values.items()])
+    records = [Said(node.id, *each) for node, values in said for each in values.items()]
+    anew = [] if whole else log.since(tree._said, log.base, log.base_count)
+    return _annotation_records(number, tree, [*records, *anew])

@@ -16,8 +16,8 @@ from sessiontree import codec
 from sessiontree.backends.base import Progress
 from sessiontree.backends.blob_features import BlobFeatures
 from sessiontree.backends.blobs import file_name
-from sessiontree.backends.shared import Removal
-from sessiontree.backends.shared_log import DROP, HEAD
+from sessiontree.backends.shared import LONG, Removal
+from sessiontree.backends.shared_log import DROP, HEAD, annotation_ref
 from sessiontree.compaction import GcReport, Kept, kept
 from sessiontree.shared_journal import Seen, SessionColumns, SharedJournal
 
@@ -49,23 +49,27 @@ def _removals(seen: Mapping[int, Seen], columns: SessionColumns, stay: Kept) -> 
     """What is to go, forks before what they were forked from."""
     dead = np.setdiff1d(columns.places_of_nodes(), stay.nodes)
     numbers, ordinals = columns.sessions[dead], columns.ordinals[dead]
+    said = np.setdiff1d(columns.places(codec.ANNOTATION), stay.annotations)
     removals = []
     for number in sorted(seen, reverse=True):
         each = seen[number]
         whole = number not in stay.sessions
         mine = ordinals[numbers == number].tolist() if len(dead) else []
         refs = list(each.refs) if whole else _spent(each.refs, stay.drops.get(number, ()), each.gone)
+        if not whole and len(said):
+            of_dead = columns.entries[said[columns.sessions[said] == number]]
+            refs += [annotation_ref(int(entry["ordinal"]), entry["id"].tobytes()) for entry in of_dead]
         if mine or refs or whole:
             removals.append(Removal(number, each.version, mine, refs, 0, whole))
     return removals
 
 
 def _spent(refs: Mapping[bytes, bytes], hidden: tuple[int, ...], gone: bool) -> list[bytes]:
-    """Names of refs that say nothing any more.
+    """Names of refs that say nothing any more, but for annotations.
 
     ``hidden``: what the session does not show of what stays. ``gone``: it was dropped, and stays for the sake of forks.
     """
-    records = {name: codec.decode(record) for name, record in refs.items()}
+    records = {name: codec.decode(record) for name, record in refs.items() if name[:1] != LONG}
     moves = max((each.version for each in records.values() if isinstance(each, codec.HeadRecord)), default=0)
     spent = []
     for name, record in records.items():

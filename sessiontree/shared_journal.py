@@ -19,10 +19,10 @@ from sessiontree import codec
 from sessiontree.backends.frames import ENTRY
 from sessiontree.backends.segment_log import new_identity
 from sessiontree.backends.shared import Backend, NewNode, NewSession, NodeRow
-from sessiontree.backends.shared_log import SharedLease, SharedLog, Snapshot
+from sessiontree.backends.shared_log import SharedLease, SharedLog, Snapshot, annotation_ref
 from sessiontree.errors import CorruptTree, IncompatibleStore, SessionExists, UnknownSession
 from sessiontree.features import FeatureStore
-from sessiontree.journal import Columns, Journal, Overtaken, SessionNodes, WriteLost
+from sessiontree.journal import Columns, Journal, Overtaken, SessionNodes, WriteLost, said_in
 from sessiontree.memory import HeldNodes
 from sessiontree.node import Namespace
 from sessiontree.tokens import PathCache
@@ -133,6 +133,10 @@ class SharedJournal(Journal):
             raise CorruptTree(f"the record of {what}session {number} is that of something else", session=number)
         return record
 
+    def _told(self, columns: Columns, number: int, drops: bool) -> tuple[int, ...]:
+        said = columns.entries["key"][columns.places(codec.ANNOTATION, number)]  # one that is said anew has the place of the old
+        return *super()._told(columns, number, drops), int(said.max(initial=0))
+
     def _nodes(self, columns: Columns, first: int, number: int, whose: str, drops: Sequence[int] = ()) -> SessionNodes:
         nodes = super()._nodes(columns, first, number, whose, drops)
         # A drop goes on naming what gc has removed, as long as anything stays that it hides: those ordinals do not come again.
@@ -156,7 +160,7 @@ class SharedJournal(Journal):
         snapshot, removals, gone = self.shared.claim(number)
         if gone:
             raise UnknownSession(f"session {number} was dropped", session_id=str(number))
-        return self._made_of(SessionColumns(*snapshot, removals), number)
+        return self.stored_at(SessionColumns(*snapshot, removals), number)
 
     def view(self, number: int) -> tuple[SessionTree, dict[bytes, int]]:
         known = self.shared.look(number)
@@ -202,38 +206,43 @@ class SharedJournal(Journal):
         self.check_tenant(root.namespace, f"session {session_id!r}")
         rules = root.scheme
         constants = (rules.name, tuple(sorted(rules.params.items())), root.namespace, root.model_fingerprint)
+        whole = tip is None  # whether it says itself all that is said of its nodes
         if tip is not None:
             if drops != self.drops_of(tip[0]):
                 raise Overtaken(f"{self.path}: something was dropped meanwhile")
-            own = self._own_tip(*tip, tree)
+            own, whole = self._own_tip(*tip, tree)
             drops, tip = (drops if own[0] == tip[0] else self.shared.known(own[0]).drops), own
             constants = "", (), Namespace(), ""
         number = self._number(0 if tip is None else tip[0])  # a fork's is above that of what it was forked from
         record = codec.encode(codec.SessionRecord(number, session_id, *constants, tree.limits, root.id, tip))
         first = 1 if tip is None else tree._index.base_count
         nodes = list(map(_new_node, self._node_records(number, tree, first)))
-        match self.backend.sessions.create(NewSession(number, session_id, root.namespace.tenant, record, nodes, tip, drops)):
+        entries = ((codec.entry_of(said), said) for said in said_in(number, tree, whole))
+        refs = {annotation_ref(entry.ordinal, entry.id): said for entry, said in entries}
+        match self.backend.sessions.create(NewSession(number, session_id, root.namespace.tenant, record, nodes, tip, drops, refs)):
             case "taken":
                 raise SessionExists(f"session {session_id!r} is in the store", session_id=session_id)
             case "dropped":
                 if tip is not None:
                     self.shared.look(tip[0])
                 raise Overtaken(f"{self.path}: something was dropped meanwhile")
-        self.shared.made(number, record, nodes)
+        self.shared.made(number, record, nodes, refs)
         return number, self._opening(), 0
 
-    def _own_tip(self, number: int, ordinal: int, tree: SessionTree) -> tuple[int, int]:
-        """The tip of a fork, named as the session has it that made the node."""
+    def _own_tip(self, number: int, ordinal: int, tree: SessionTree) -> tuple[tuple[int, int], bool]:
+        """The tip of a fork, named as the session has it that made the node; whether one in between says something of its path."""
         node = tree._index.bottom.tip
         node_id = tree.root.id if node is None else node.id
+        said = False
         while True:
             columns = self.columns(number)
             found = columns.named(columns.places_of_nodes(), node_id)
             if found:
-                return number, int(columns.ordinals[found[0]])
+                return (number, int(columns.ordinals[found[0]])), said
             above = self.tip_of(number)
             if above is None:
-                return number, ordinal
+                return (number, ordinal), said
+            said = said or bool(len(columns.places(codec.ANNOTATION, number)))
             number = above[0]
 
     def opened(self, number: int) -> int:

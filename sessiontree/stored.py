@@ -95,12 +95,13 @@ class NodeSource(Protocol):
 
     ``first``: that of the first one here, behind the root or a path; ``len``: how many ordinals there are from there on, of which
     ``missing`` have no node, or none any more. ``lenient``: damage is known and told of, so whoever goes through all of them goes
-    on behind a node that cannot be read.
+    on behind a node that cannot be read. ``shared``: others may remove what is here, and give its ordinals to other nodes.
     """
 
     first: int
     missing: int
     lenient: bool
+    shared: bool
 
     @property
     def nbytes(self) -> int:

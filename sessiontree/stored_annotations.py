@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sessiontree.annotations import Annotation
-from sessiontree.errors import CorruptTree
+from sessiontree.errors import CorruptTree, UnknownNode
 from sessiontree.node import Node
 from sessiontree.stored import StoredIndex
 
@@ -43,6 +43,8 @@ class StoredAnnotations:
                 number = at[record.ordinal]
                 if nodes[number].id != record.node_id:
                     said = f"annotation {record.name!r} of node {record.ordinal} of session {record.session} is of another node"
+                    if index.source.shared:
+                        raise UnknownNode(f"{said}: that one was dropped and removed elsewhere", node_id=nodes[number].id)
                     raise CorruptTree(said, session=record.session)
                 found[number][record.name] = record.value
         return found

@@ -450,13 +450,19 @@ class SessionTree(Sealed):
                     raise NodeHeld(f"{root!r} is held by {holder}, at {node!r}", node=node, holder=holder)
 
     def forked(self, node: Node | bytes) -> SessionTree:
-        """A tree that holds the path of ``node``; nodes are shared, heads are not. O(1), but for open tool calls.
+        """A tree that holds the path of ``node``; nodes are shared, heads are not. O(1), but for open tool calls and annotations.
+
+        What is said of nodes is said of them in both; of one that is ``prefix_of`` another, what is said of that one by now.
 
         Results for tool calls that the path made and does not answer, where they were recorded beside it, come along, as siblings:
         a fork drops none of them. To go on from all of them, see :meth:`linearize`. Where anything is said, the path is walked.
         """
         node = self._resolve(node)
-        return self._over_path(node, self.limits, query.sibling_results(node, self._children))
+        tree = self._over_path(node, self.limits, query.sibling_results(node, self._children))
+        for each in node.path() if self._log is not None else ():
+            if each.links:  # what it is a prefix of is not on this path
+                tree = tree._annotated(each, inherited(self._read_said, self.node, each))
+        return tree
 
     def _over_path(self, tip: Node, limits: Limits, beside: Iterable[Node] = ()) -> SessionTree:
         """A tree over the path of one of this tree's nodes. ``beside``: children of that path, which come along.

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from sessiontree.backends.shared import Backend, Blobs, Change, Look, NewNode, NewSession, NodeRow, Removal
+from sessiontree.backends.shared import BEGINNING, LONG, Backend, Blobs, Change, Look, NewNode, NewSession, NodeRow, Removal
 from sessiontree.errors import Unsupported
 from sessiontree.testing.together import in_threads
 from tests.backend_histories import Histories, Plain
@@ -246,6 +246,39 @@ class BackendContract:
         for version, refs in enumerate([{b"a": b"1", b"b": b"1"}, {b"a": b"2"}, {b"b": b"3", b"A": b"3"}, {}]):
             assert commit(backend, Change(number, version, version + 1, refs=refs))
         assert looked(backend, number).refs == {b"a": b"2", b"b": b"3", b"A": b"3"}
+
+    def test_of_long_refs_a_look_brings_the_beginning(self, backend: Backend, connect_again: Connect) -> None:
+        names = [LONG, LONG + b"\0\xff", LONG * 64, b"N", b"a" + LONG]
+        records = [noise(size) for size in (BEGINNING - 1, 2 * MEGABYTE, BEGINNING, BEGINNING + 1, 3000)]
+        refs = dict(zip(names, records, strict=True))
+        number = made(backend, "one", refs=refs)
+        long = {LONG + b"2": noise(3 * MEGABYTE, 2), LONG: noise(9000, 2)}
+        assert commit(backend, Change(number, 0, 1, refs=long))
+        assert commit(backend, Change(number, 1, 2, refs={b"last": b"3"}))
+        every = {**refs, **long, b"last": b"3"}
+        beginnings = {name: record[:64] if name[:1] == b"n" else record for name, record in every.items()}
+        for each in (backend, connect_again()):
+            assert looked(each, number).refs == beginnings
+            since = looked(each, number, (0, 0, 0)).refs
+            assert since == {name: beginnings[name] for name in (*long, b"last")}
+            wanted = [b"last", LONG + b"2", b"nobody", *names, LONG]
+            assert list(each.sessions.read_refs(number, wanted)) == [every.get(name) for name in wanted]
+            assert list(each.sessions.read_refs(number, [])) == []
+            assert list(each.sessions.read_refs(number + 1, [LONG])) == [None]
+
+    def test_a_session_begins_with_refs_or_is_not_there(self, backend: Backend) -> None:
+        below = made(backend, "below", nodes(1, 2), refs={b"a": b"1"})
+        assert commit(backend, Change(below, 0, 1, drops=True))
+        number, other = backend.sessions.draw(2)
+        late = NewSession(number, "late", None, b"", (), (below, 2), 0, {LONG: noise(5000)})
+        assert backend.sessions.create(late) == "dropped"
+        assert backend.sessions.create(NewSession(other, "below", None, b"", refs={b"a": b"2"})) == "taken"
+        assert [list(backend.sessions.read_refs(each, [LONG, b"a"])) for each in (number, other)] == [[None, None]] * 2
+        assert backend.sessions.create(late._replace(tip_drops=1)) == "made"
+        assert backend.sessions.read_refs(number, [LONG]) == [noise(5000)]
+        assert looked(backend, number, (0, 0, 0)).refs == {}
+        assert backend.sessions.remove(Removal(number, 0, [], [LONG], 0))
+        assert backend.sessions.read_refs(number, [LONG]) == [None]
 
     def test_changes_of_one_call_stand_each_on_its_own(self, backend: Backend) -> None:
         numbers = [made(backend, f"session {at}") for at in range(60)]
@@ -567,7 +600,7 @@ class BackendContract:
 
     def test_a_tenant_sees_what_is_its_own(self, backend: Backend, tenants: Callable[[str], Backend]) -> None:
         red, blue = tenants("red"), tenants("blue's; --")
-        of_red = made(red, "one", nodes(1, 2), tenant="red")
+        of_red = made(red, "one", nodes(1, 2), tenant="red", refs={b"z": b"red"})
         of_blue = made(blue, "one", nodes(1, 1, b"blue"), tenant="blue's; --")
         of_none = made(backend, "two", nodes(1, 1))
         for each, own in ((red, of_red), (blue, of_blue)):
@@ -575,10 +608,12 @@ class BackendContract:
             assert (each.sessions.find("one"), each.sessions.find("two")) == (own, None)
         assert sorted(backend.sessions.names()) == sorted([(of_red, "one"), (of_blue, "one"), (of_none, "two")])
         assert looked(tenants("red"), of_red) == looked(backend, of_red)
+        assert tenants("red").sessions.read_refs(of_red, [b"z"]) == backend.sessions.read_refs(of_red, [b"z"]) == [b"red"]
         for each, other in ((red, of_blue), (blue, of_red), (red, of_none)):
             before = looked(backend, other)
             assert each.sessions.look(other) is None
             assert list(each.nodes.read(other, [1])) == [None]
+            assert each.sessions.read_refs(other, [b"z"]) == [None]
             assert not commit(each, Change(other, 0, 1, nodes(5, 5), {b"a": b"1"}))
             assert not each.sessions.remove(Removal(other, 0, [1], [], 0))
             (number,) = each.sessions.draw(1)

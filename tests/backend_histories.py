@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from sessiontree.backends.shared import Backend, Change, Look, NewNode, NewSession, Removal
-from tests.backend_writing import Since, looked, merged, node, nodes, since_of
+from sessiontree.backends.shared import LONG, Backend, Change, Look, NewNode, NewSession, Removal, shown
+from tests.backend_writing import Since, looked, merged, node, nodes, noise, since_of
 
 
 @dataclass
@@ -39,7 +39,8 @@ class Plain:
             below = self.sessions.get(new.tip[0])
             if below is None or below.drops != new.tip_drops:
                 return "dropped"
-        self.sessions[new.number] = PlainSession(new, nodes={node.row.ordinal: node for node in new.nodes})
+        refs = {name: (0, record) for name, record in new.refs.items()}
+        self.sessions[new.number] = PlainSession(new, nodes={node.row.ordinal: node for node in new.nodes}, refs=refs)
         return "made"
 
     def find(self, name: str) -> int | None:
@@ -53,8 +54,12 @@ class Plain:
         if each is None:
             return None
         rows = [node.row for _, node in sorted(each.nodes.items())]
-        refs = {name: record for name, (_, record) in each.refs.items()}
+        refs = {name: shown(name, record) for name, (_, record) in each.refs.items()}
         return Look(each.new.record, each.version, each.drops, each.removals, each.gone, True, rows, refs)
+
+    def read_refs(self, number: int, names: Sequence[bytes]) -> Sequence[bytes | None]:
+        refs = self.sessions[number].refs if number in self.sessions else {}
+        return [refs[name][1] if name in refs else None for name in names]
 
     def commit(self, changes: Sequence[Change]) -> Sequence[bool]:
         return [self._commit(change) for change in changes]
@@ -101,6 +106,10 @@ class Plain:
         return [nodes[ordinal].record if ordinal in nodes else None for ordinal in ordinals]
 
 
+REFS = [b"a", b"b", b"c" * 64, LONG, LONG + b"1"]
+RECORDS = st.binary(max_size=8) | st.binary(min_size=60, max_size=70) | st.just(noise(9000))
+
+
 class Histories(RuleBasedStateMachine):
     """One history after the other in one place, through two backends by turns. What others left there is looked past."""
 
@@ -129,22 +138,23 @@ class Histories(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.create(0, 3, None, 0)
+        self.create(0, 3, None, 0, {})
 
     @rule(
         name=st.integers(0, 5),
         count=st.integers(0, 3),
         tip=st.none() | st.tuples(st.integers(0, 99), st.integers(0, 9)),
         late=st.booleans(),
+        refs=st.dictionaries(st.sampled_from(REFS), RECORDS, max_size=2),
     )
-    def create(self, name: int, count: int, tip: tuple[int, int] | None, late: bool | int) -> None:
+    def create(self, name: int, count: int, tip: tuple[int, int] | None, late: bool | int, refs: Mapping[bytes, bytes]) -> None:
         self.numbers += self.backend.sessions.draw(1)
         more: dict[str, Any] = {}
         if tip is not None and self.plain.sessions:
             below = self.session(tip[0])
             if below.nodes:
                 more = {"tip": (below.new.number, sorted(below.nodes)[tip[1] % len(below.nodes)]), "tip_drops": below.drops + late}
-        new = NewSession(self.numbers[-1], f"history {self.called}, {name}", None, b"%d" % name, nodes(1, count), **more)
+        new = NewSession(self.numbers[-1], f"history {self.called}, {name}", None, b"%d" % name, nodes(1, count), **more, refs=refs)
         assert self.backend.sessions.create(new) == self.plain.create(new)
 
     @precondition(lambda self: self.plain.sessions)
@@ -152,7 +162,7 @@ class Histories(RuleBasedStateMachine):
         which=st.lists(st.tuples(st.integers(0, 99), st.sampled_from([0, 0, 0, 1])), min_size=1, max_size=4),
         count=st.integers(0, 3),
         step=st.integers(1, 3),
-        refs=st.dictionaries(st.sampled_from([b"a", b"b", b"c" * 64]), st.binary(max_size=8), max_size=2),
+        refs=st.dictionaries(st.sampled_from(REFS), RECORDS, max_size=2),
         drops=st.booleans(),
         gone=st.sampled_from([False, False, False, True]),
     )
@@ -173,7 +183,7 @@ class Histories(RuleBasedStateMachine):
     @rule(
         which=st.integers(0, 99),
         kept=st.sets(st.integers(1, 6)),
-        kept_refs=st.sets(st.sampled_from([b"a", b"b"])),
+        kept_refs=st.sets(st.sampled_from(REFS)),
         off=st.sampled_from([0, 0, 0, 1]),
         forks_off=st.sampled_from([0, 0, 0, 1]),
         whole=st.booleans(),
@@ -225,6 +235,7 @@ class Histories(RuleBasedStateMachine):
             assert backend.sessions.find(f"history {self.called}, {name}") == self.plain.find(f"history {self.called}, {name}")
         for number in self.numbers:
             assert list(backend.nodes.read(number, range(1, 12))) == self.plain.read(number, range(1, 12))
+            assert list(backend.sessions.read_refs(number, REFS[::-1])) == self.plain.read_refs(number, REFS[::-1])
 
     def teardown(self) -> None:
         self.everything()

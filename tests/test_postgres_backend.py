@@ -28,7 +28,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from sessiontree import IncompatibleStore, SessionStore, SessionTreeError, StoreFailed, codec
 from sessiontree.backends import shared
-from sessiontree.backends.postgres import PostgresSessions, connect, scope_of
+from sessiontree.backends.postgres import _SHOWN, PostgresSessions, connect, scope_of
 from sessiontree.backends.postgres_lines import Line
 from sessiontree.backends.postgres_statements import (
     BODY,
@@ -36,6 +36,7 @@ from sessiontree.backends.postgres_statements import (
     CHANGES,
     CREATE,
     LONGEST_HEAD,
+    byteas,
     columns,
     int4,
     int8,
@@ -43,7 +44,7 @@ from sessiontree.backends.postgres_statements import (
     one_change,
 )
 from sessiontree.backends.postgres_writer import Writer
-from sessiontree.backends.shared import Backend, Change, Look, NewNode, NewSession, NodeRow, Removal
+from sessiontree.backends.shared import BEGINNING, LONG, Backend, Change, Look, NewNode, NewSession, NodeRow, Removal
 from sessiontree.testing.together import in_threads
 from tests.backend_contract import BackendContract
 from tests.backend_writing import Connect
@@ -563,6 +564,21 @@ def test_batches_lock_their_sessions_in_order_of_number(
         assert running.result() == [True, True]
 
 
+def test_of_long_refs_a_look_reads_the_beginnings_alone(backend: Backend, sql: psycopg.Connection[Any]) -> None:
+    """Megabytes in pieces, of which the first is read: a few pages each, not hundreds."""
+    number = make(backend)
+    refs = {LONG + b"%d" % at: node(at, 2**21).record for at in range(5)}
+    assert backend.sessions.commit([Change(number, 0, 1, (), refs)]) == [True]
+    assert look(backend, number).refs == {name: record[:BEGINNING] for name, record in refs.items()}
+    pages = []
+    for what in (_SHOWN, "r.record::text"):
+        row = sql.execute(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) SELECT {what} FROM sessiontree.refs r").fetchone()
+        assert row is not None
+        plan = row[0][0]["Plan"]
+        pages.append(plan["Shared Hit Blocks"] + plan["Shared Read Blocks"])
+    assert pages[0] < 100 and pages[1] > 1000
+
+
 def test_a_fork_waits_for_a_drop_and_gc_for_a_fork(
     backend: Backend, postgres_url: str, sql: psycopg.Connection[Any], pool: ThreadPoolExecutor
 ) -> None:
@@ -580,7 +596,7 @@ def test_a_fork_waits_for_a_drop_and_gc_for_a_fork(
     with sessions_of(backend)._server.connect() as forking:
         forking.execute("BEGIN")
         session = int8(new.number), b"fork", None, b"", int8(number), int4(2), int4(1)
-        assert forking.ask(CREATE, (another_writer(forking), int8(1), *session, *columns(()))) == "made"
+        assert forking.ask(CREATE, (another_writer(forking), int8(1), *session, *columns(()), byteas(()), byteas(()))) == "made"
         running = pool.submit(backend.sessions.remove, Removal(number, 2, [2], [], 0))
         blocked(sql)
         forking.execute("COMMIT")
@@ -604,7 +620,7 @@ def test_of_one_name_that_two_tenants_are_given_at_once_one_is_made(
     with sessions_of(backend)._server.connect() as making:
         making.execute("BEGIN")
         session = int8(first), b"one", scope_of("a").bytes, b"", None, None, int4(0)
-        assert making.ask(CREATE, (another_writer(making), int8(1), *session, *columns(()))) == "made"
+        assert making.ask(CREATE, (another_writer(making), int8(1), *session, *columns(()), byteas(()), byteas(()))) == "made"
         running = pool.submit(backend.sessions.create, NewSession(second, "one", "b", b""))
         blocked(sql)
         making.execute("COMMIT")

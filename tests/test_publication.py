@@ -1003,7 +1003,7 @@ def broken_attach_counted_early(self: Session, parent: Node, turn: Any, details:
     """A tree that counts the node is there before the node is."""
     with self._lock:
         before = self._tree
-        self._tree = _value(before._index, before._count + 1, *(before._heads, before._moves, before._log, before._said), True)
+        self._tree = _value(before._index, before._count + 1, before._heads, before._moves, before._log, before._said, True)
         self._tree, node = before._attach_alone(parent, turn, details, None, reserved, True)
         return node
 

@@ -31,6 +31,7 @@ from sessiontree import (
     SessionStore,
     SessionTreeError,
     StoreFailed,
+    TokenValues,
     UnknownHead,
     UnknownNode,
     UnknownSession,
@@ -172,6 +173,9 @@ class Act(NamedTuple):
                 session.unpin(node)
             case "drop":
                 session.drop(node)
+            case "annotate":
+                token = TokenValues([float(self.token)], start=self.when or 0)
+                session.annotate(node, {self.name: self.token, "logprobs": token})
         return None
 
 
@@ -182,14 +186,17 @@ def place(head: Head | None) -> tuple[bytes, int] | None:
 def outline(session: Session) -> tuple[Any, ...]:
     """All there is to a session, in order."""
     nodes = [
-        (node.id, node.parent and node.parent.id, node.token_ids.tolist(), node.stop, node.role, node.finish_reason)
+        (
+            *(node.id, node.parent and node.parent.id, node.token_ids.tolist(), node.stop, node.role, node.finish_reason),
+            session.annotations(node),
+        )
         for node in session.descendants(session.root)
     ]
     return nodes, {name: place(session.head(name)) for name in sorted(session.heads)}, session.pins
 
 
 OFTEN = ("append", "swap")
-KINDS = (*OFTEN, *OFTEN, "generate", "replace", "truncate", "set", "drop_head", "pin", "unpin", "drop")
+KINDS = (*OFTEN, *OFTEN, "generate", "replace", "truncate", "set", "drop_head", "pin", "unpin", "drop", "annotate", "annotate")
 ACTS = st.builds(
     Act,
     st.sampled_from(KINDS),
@@ -422,7 +429,8 @@ def test_of_what_a_store_does_an_error_leaves_all_or_nothing(at: Place, when: st
 
 def test_what_cannot_be_read_now_is_read_later(at: Place) -> None:
     theirs = at.rival.create("s", scheme="text@hf5")
-    theirs.set_head("main", theirs.append(theirs.root, [1, 2]))
+    node = theirs.append(theirs.root, [1, 2], annotations={"reward": 1.0}).id
+    theirs.set_head("main", node)
     mine = at.store.get("s")
     head = mine.head("main")
     at.reads.before["read"] = at.faults.before["look"] = fail
@@ -432,6 +440,13 @@ def test_what_cannot_be_read_now_is_read_later(at: Place) -> None:
     at.reads.heal()
     at.faults.heal()
     assert head.node.token_ids.tolist() == [1, 2]
+    at.faults.before["read_refs"] = fail
+    with pytest.raises(Down):
+        mine.annotations(node)
+    with pytest.raises(Down):
+        mine.annotate(node, {"reward": 2.0})
+    at.faults.heal()
+    assert mine.annotations(node) == {"reward": 1.0}
     assert mine.append(head.node, [3]).depth == 2
 
 

@@ -27,12 +27,13 @@ from sessiontree import (
     SessionExists,
     SessionStore,
     StaleSession,
+    TokenValues,
     UnknownNode,
     UnknownSession,
     Unsupported,
 )
 from sessiontree.aio import AsyncStore
-from sessiontree.backends.shared import Backend, Change, Look, NewNode, NodeRow
+from sessiontree.backends.shared import BEGINNING, LONG, Backend, Change, Look, NewNode, NodeRow
 from sessiontree.backends.shared_log import Known, RecordCache
 from sessiontree.shared_journal import SharedJournal
 
@@ -46,6 +47,7 @@ class Counted:
         self.inner = backend.sessions
         self.commits: list[Sequence[Change]] = []
         self.looks: list[Look | None] = []
+        self.reads: list[Sequence[bytes]] = []
         self.hold: threading.Event | None = None
         self.first: Callable[[], object] | None = None  # done once, before the next commit
         self.then: Callable[[], object] | None = None  # done once, after the next look
@@ -66,6 +68,10 @@ class Counted:
         if then is not None:
             then()
         return look
+
+    def read_refs(self, number: int, names: Sequence[bytes]) -> Sequence[bytes | None]:
+        self.reads.append(names)
+        return self.inner.read_refs(number, names)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -271,6 +277,81 @@ def test_a_path_is_read_in_one_call(place: Place) -> None:
     del there
     assert two.get("s").node(node.id).stop == 600
     assert len(reads_of(two)) == 2, "what was let go of is read again"
+
+
+def test_a_look_brings_no_values_and_what_is_read_of_a_path_comes_in_one_call(place: Place) -> None:
+    one, two = place.store(), place.store()
+    session = one.create("s", scheme=SCHEME)
+    node = session.root
+    for turn in range(20):
+        node = session.append(node, range(1000), annotations={"logprobs": np.full(1000, turn, np.float32), "reward": float(turn)})
+    there = two.get("s")
+    (look,) = sessions_of(two).looks
+    assert look is not None and len(look.refs) == 40 and max(map(len, look.refs.values())) == BEGINNING
+    before = len(sessions_of(two).reads)
+    assert there.token_values(node.id, "logprobs").values.reshape(20, 1000).mean(1).tolist() == list(range(20))
+    assert [len(names) for names in sessions_of(two).reads[before:]] == [20]
+    there.token_values(node.id, "logprobs")
+    assert len(sessions_of(two).reads) == before + 1, "what was read is kept"
+    session.annotate(node, {"logprobs": TokenValues(np.array([9], np.float32))})
+    assert there.token_values(node.id, "logprobs").values[19_000] == 19, "there is the value of when it looked"
+    so_far = len(sessions_of(two).looks)
+    there.refresh()
+    assert sum(len(each.refs) for each in sessions_of(two).looks[so_far:] if each is not None) == 1
+    assert there.token_values(node.id, "logprobs").values[19_000] == 9
+    assert [len(names) for names in sessions_of(two).reads[before + 1 :]] == [1]
+    two.evict()
+    session.annotate(node, {"logprobs": TokenValues(np.array([10], np.float32))})
+    assert there.token_values(node.id, "logprobs").values[19_000] == 10, "what is not kept is as it is now"
+
+
+def test_annotations_and_nodes_of_one_ordinal_are_kept_apart(place: Place) -> None:
+    one, two = place.store(), place.store()
+    session = one.create("s", scheme=SCHEME)
+    node = session.append(session.root, [5, 6], annotations={"reward": 1.0, "advantage": 2.0})
+    there = two.get("s")
+    for _ in range(2):
+        assert there.annotations(node.id) == {"reward": 1.0, "advantage": 2.0}
+        assert there.node(node.id).token_ids.tolist() == [5, 6]
+
+
+def test_who_was_second_to_annotate_looks_and_says_it_over_what_is_there(place: Place) -> None:
+    one, two = place.store(), place.store()
+    here = one.create("s", scheme=SCHEME)
+    node = here.append(here.root, range(4))
+    there = two.get("s")
+    sessions_of(two).first = lambda: here.annotate(node, {"logprobs": TokenValues([1.0, 1.0, 1.0]), "rows": [1, 2, 3, 4]})
+    there.annotate(node.id, {"logprobs": TokenValues([2.0, 2.0], start=2)})
+    assert len(sessions_of(two).commits) == 2
+    assert there.token_values(node.id, "logprobs").values.tolist() == [1.0, 1.0, 2.0, 2.0]
+    here.refresh()
+    assert here.token_values(node.id, "logprobs").values.tolist() == [1.0, 1.0, 2.0, 2.0]
+    sessions_of(two).first = lambda: here.annotate(node, {"late": "a text"})
+    with pytest.raises(Unsupported):
+        there.annotate(node.id, {"late": [1, 2, 3, 4], "never": 1})
+    assert set(there.annotations(node.id)) == {"logprobs", "rows", "late"}
+
+
+def test_an_annotation_that_is_not_what_was_written_is_told_of(place: Place) -> None:
+    one = place.store()
+    session = one.create("s", scheme=SCHEME)
+    node = session.append(session.root, [1], annotations={"text": "a" * 100, "other": "b" * 100})
+    backend = place.backend()
+    names = [name for name in backend.sessions.look(1).refs if name[:1] == LONG]  # type: ignore[union-attr]
+    records = [bytes(record or b"") for record in backend.sessions.read_refs(1, names)]
+
+    class Damaged(Counted):
+        answers: dict[bytes, bytes]
+
+        def read_refs(self, number: int, names: Sequence[bytes]) -> Sequence[bytes | None]:
+            return [self.answers[name] for name in names]
+
+    flipped = [record[:-30] + bytes([record[-30] ^ 1]) + record[-29:] for record in records]
+    for wrong in (flipped, records[::-1]):
+        damaged = Damaged(backend)
+        damaged.answers = dict(zip(names, wrong, strict=True))
+        with SessionStore.connect(backend._replace(sessions=damaged, close=lambda: None)) as two, pytest.raises(CorruptTree):
+            two.get("s").annotations(node.id)
 
 
 def test_a_fork_shares_what_it_does_not_add_and_outlives_what_it_came_from(place: Place) -> None:

@@ -39,7 +39,7 @@ from sessiontree.backends.postgres_statements import (
     one_change,
 )
 from sessiontree.backends.postgres_writer import Writer
-from sessiontree.backends.shared import Backend, Blobs, Change, Look, NewSession, NodeRow, Removal
+from sessiontree.backends.shared import BEGINNING, LONG, Backend, Blobs, Change, Look, NewSession, NodeRow, Removal
 from sessiontree.errors import CorruptTree, IncompatibleStore, StoreFailed, Unsupported
 
 EVERYTHING: Final = UUID(int=0)  # the scope of all tenants
@@ -47,10 +47,11 @@ _REST: Final = 5.0  # seconds for which a replica that has failed is not asked
 _ROW: Final = Struct(">IIQ32s")  # as rows_after in postgres.sql
 
 _NEWER: Final = "sessiontree.refs r WHERE r.session = s.number AND r.version > CASE s.removals WHEN %b THEN %b ELSE -1 END"
+_SHOWN: Final = f"CASE WHEN substr(r.name, 1, 1) = '\\x{LONG.hex()}' THEN substr(r.record, 1, {BEGINNING}) ELSE r.record END"
 _LOOK: Final = f"""
 SELECT s.record, s.version, s.drops, s.removals, s.gone, s.removals = %b,
     sessiontree.rows_after(s.number, CASE s.removals WHEN %b THEN %b ELSE 0 END),
-    ARRAY(SELECT r.name FROM {_NEWER} ORDER BY r.name), ARRAY(SELECT r.record FROM {_NEWER} ORDER BY r.name)
+    ARRAY(SELECT r.name FROM {_NEWER} ORDER BY r.name), ARRAY(SELECT {_SHOWN} FROM {_NEWER} ORDER BY r.name)
 FROM sessiontree.sessions s WHERE s.number = %b AND sessiontree.sees(s.tenant)
 """
 #: A record's body is looked up by its key, whatever the server thinks of tables that have grown since it last counted their rows.
@@ -59,6 +60,11 @@ coalesce(
     (SELECT coalesce(n.head || b.body, b.body) FROM sessiontree.bodies b WHERE b.session = n.session AND b.ordinal = n.ordinal),
     sessiontree.beginning(n.session, n.ordinal, n.parent, n.id, n.key) || n.head
 )
+"""
+_REFS: Final = """
+SELECT r.name, r.record FROM sessiontree.refs r
+WHERE r.session = %b AND r.name = ANY (%b::bytea[])
+    AND EXISTS (SELECT FROM sessiontree.sessions s WHERE s.number = r.session AND sessiontree.sees(s.tenant))
 """
 _SEEN: Final = "EXISTS (SELECT FROM sessiontree.sessions s WHERE s.number = $1 AND sessiontree.sees(s.tenant))"
 #: A run of nodes, as a path without branches is: a quarter less work than to look each up.
@@ -104,6 +110,8 @@ class PostgresSessions:
             None if ordinal is None else int4(ordinal),
             int4(new.tip_drops),
             *columns([(new.number, node) for node in new.nodes]),
+            byteas(new.refs),
+            byteas(new.refs.values()),
         )
         return self._other.write(f"create session {new.name!r}", CREATE, values)  # type: ignore[return-value]
 
@@ -129,6 +137,10 @@ class PostgresSessions:
             raise CorruptTree(f"{self._server.where}: an id of a node of session {number} is not of 32 bytes", session=number)
         nodes = [NodeRow(ordinal, parent, id, key) for ordinal, parent, key, id in _ROW.iter_unpack(rows or b"")]
         return Look(record, version, drops, removals, gone, not partial, nodes, dict(zip(names, records, strict=True)))
+
+    def read_refs(self, number: int, names: Sequence[bytes]) -> Sequence[bytes | None]:
+        found = dict(self._server.rows(f"read session {number}", _REFS, (Int8(number), list(names)))) if names else {}
+        return [found.get(name) for name in names]
 
     def commit(self, changes: Sequence[Change]) -> Sequence[bool]:
         what = f"write to session {changes[0].session}" if len(changes) == 1 else f"write to {len(changes)} sessions"

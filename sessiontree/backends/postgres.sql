@@ -72,6 +72,7 @@ CREATE TABLE refs (
     record bytea NOT NULL,
     PRIMARY KEY (session, name)
 );
+ALTER TABLE refs ALTER COLUMN record SET STORAGE EXTERNAL; -- of a long one a look reads the beginning alone
 
 CREATE TABLE names (
     name bytea PRIMARY KEY,
@@ -161,7 +162,8 @@ END $$;
 CREATE FUNCTION sessiontree.create_session(
     of uuid, this bigint,
     number bigint, name bytea, tenant uuid, record bytea, tip_session bigint, tip_ordinal integer, tip_drops integer,
-    ordinals integer[], parents integer[], keys bigint[], ids bytea[], heads bytea[], texts bytea[]
+    ordinals integer[], parents integer[], keys bigint[], ids bytea[], heads bytea[], texts bytea[],
+    ref_names bytea[], ref_records bytea[]
 ) RETURNS text LANGUAGE plpgsql AS $$
 #variable_conflict use_variable
 DECLARE
@@ -187,6 +189,8 @@ BEGIN
                 INSERT INTO sessiontree.bodies VALUES (number, ordinals[j], tenant, texts[j]);
             END IF;
         END LOOP;
+        INSERT INTO sessiontree.refs (session, version, tenant, name, record)
+            SELECT number, 0, tenant, r.name, r.record FROM unnest(ref_names, ref_records) AS r(name, record);
     END IF;
     RETURN sessiontree.done(of, this, came);
 END $$;

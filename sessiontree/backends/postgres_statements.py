@@ -105,7 +105,7 @@ def _function(name: str, *types: int) -> Statement:
     return Statement(f"SELECT sessiontree.{name}({', '.join(f'${at}' for at in range(1, len(every) + 1))})", every)
 
 
-CREATE: Final = _function("create_session", INT8, _BYTEA, _UUID, _BYTEA, INT8, INT4, INT4, *_NODES)
+CREATE: Final = _function("create_session", INT8, _BYTEA, _UUID, _BYTEA, INT8, INT4, INT4, *_NODES, _BYTEAS, _BYTEAS)
 REMOVE: Final = _function("remove", INT8, INT8, INT4S, _BYTEAS, INT8, _BOOL)
 SET_NAME: Final = _function("set_name", _BYTEA, _UUID, _BYTEA, _BYTEA)
 

@@ -11,10 +11,11 @@ from struct import Struct
 from typing import Final, Literal
 
 from sessiontree.backends.frames import checksum
-from sessiontree.backends.shared import Backend, Change, Look, NewNode, NewSession, Nodes, Sessions
+from sessiontree.backends.shared import LONG, Backend, Change, Look, NewNode, NewSession, Nodes, Sessions
 from sessiontree.errors import CorruptTree
 
 _SEAL: Final = Struct("<I")
+_REF: Final = "{!r} in session {}"
 _SOUND: Final = 0x2144DF1C  # the crc32 of anything that its own crc32 stands behind, and of nothing else
 
 
@@ -39,10 +40,13 @@ def _sealed_nodes(nodes: Sequence[NewNode]) -> list[NewNode]:
     return [NewNode(row, seal(record)) for row, record in nodes]
 
 
+def _sealed_refs(refs: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+    return {name: seal(record) for name, record in refs.items()}
+
+
 def _sealed_change(change: Change) -> Change:
     session, before, after, nodes, refs, drops, gone = change
-    refs = {name: seal(record) for name, record in refs.items()}
-    return Change(session, before, after, _sealed_nodes(nodes), refs, drops, gone)
+    return Change(session, before, after, _sealed_nodes(nodes), _sealed_refs(refs), drops, gone)
 
 
 class SealedSessions:
@@ -54,14 +58,25 @@ class SealedSessions:
         self.tips, self.all, self.remove = sessions.tips, sessions.all, sessions.remove
 
     def create(self, new: NewSession) -> Literal["made", "taken", "dropped"]:
-        return self.inner.create(new._replace(record=seal(new.record), nodes=_sealed_nodes(new.nodes)))
+        refs = _sealed_refs(new.refs)
+        return self.inner.create(new._replace(record=seal(new.record), nodes=_sealed_nodes(new.nodes), refs=refs))
 
     def look(self, number: int, since: tuple[int, int, int] | None = None) -> Look | None:
         look = self.inner.look(number, since)
         if look is None:
             return None
-        refs = {name: unseal(record, "{!r} in session {}", name, number) for name, record in look.refs.items()}
+        refs = {
+            name: record if name[:1] == LONG else unseal(record, _REF, name, number)  # of a beginning nothing is checked yet
+            for name, record in look.refs.items()
+        }
         return look._replace(record=unseal(look.record, "session {}", number), refs=refs)
+
+    def read_refs(self, number: int, names: Sequence[bytes]) -> Sequence[bytes | None]:
+        found = list(self.inner.read_refs(number, names))
+        for at, record in enumerate(found):
+            if record is not None:
+                found[at] = unseal(record, _REF, names[at], number)
+        return found
 
     def commit(self, changes: Sequence[Change]) -> Sequence[bool]:
         return self.inner.commit([_sealed_change(change) for change in changes])

@@ -17,6 +17,14 @@ from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, Protocol
 
 _NOTHING: Final[Mapping[bytes, bytes]] = MappingProxyType({})
+#: How the names of refs begin that may be of megabytes, and how many bytes of each a look gives: all that says what it is.
+LONG: Final = b"n"
+BEGINNING: Final = 64
+
+
+def shown(name: bytes, record: bytes) -> bytes:
+    """What a look gives of a ref."""
+    return record[:BEGINNING] if name[:1] == LONG else record
 
 
 def scope_of(tenant: str) -> bytes:
@@ -47,9 +55,9 @@ class NewNode(NamedTuple):
 class NewSession(NamedTuple):
     """A session that is not there yet.
 
-    ``number``: drawn before. ``name``: its id, any text without surrogates. ``tenant``: that of its namespace. ``nodes``: what it
-    begins with. ``tip``: of a fork, the session and the ordinal of the node whose path it shares, looked at while that session's
-    ``drops`` were ``tip_drops``.
+    ``number``: drawn before. ``name``: its id, any text without surrogates. ``tenant``: that of its namespace. ``nodes``, ``refs``:
+    what it begins with. ``tip``: of a fork, the session and the ordinal of the node whose path it shares, looked at while that
+    session's ``drops`` were ``tip_drops``.
     """
 
     number: int
@@ -59,6 +67,7 @@ class NewSession(NamedTuple):
     nodes: Sequence[NewNode] = ()
     tip: tuple[int, int] | None = None
     tip_drops: int = 0
+    refs: Mapping[bytes, bytes] = _NOTHING
 
 
 class Change(NamedTuple):
@@ -81,7 +90,8 @@ class Look(NamedTuple):
     """A session as it is, or what came since an earlier look.
 
     ``drops``: how often something was dropped from it. ``removals``: how often :meth:`Sessions.remove` took something out of it.
-    ``gone``: it was dropped, and is there for the sake of forks. ``whole``: this is all of it. ``nodes``: by ordinal.
+    ``gone``: it was dropped, and is there for the sake of forks. ``whole``: this is all of it. ``nodes``: by ordinal. ``refs``: as
+    :func:`shown`, so that nothing large is read for a look.
     """
 
     record: bytes
@@ -133,6 +143,9 @@ class Sessions(Protocol):
         ``since``: (version, removals, last ordinal) of an earlier look. What came after it is enough then, unless something was
         removed since.
         """
+
+    def read_refs(self, number: int, names: Sequence[bytes]) -> Sequence[bytes | None]:
+        """Whole records of a session's refs as they are now, in that order, at once; None for one that is not there."""
 
     def commit(self, changes: Sequence[Change]) -> Sequence[bool]:
         """Whether each took effect, durably; each on its own, and of no session are there two. Applied once, whatever happens."""

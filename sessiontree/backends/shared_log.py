@@ -12,6 +12,7 @@ again before the session has looked anew (:meth:`claim`).
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from sessiontree import codec
 from sessiontree.backends.base import Durability, Overtaken, Records, WriteLost
 from sessiontree.backends.frames import ENTRY
-from sessiontree.backends.shared import Backend, Change, Look, NewNode, NodeRow
+from sessiontree.backends.shared import LONG, Backend, Change, Look, NewNode, NodeRow, shown
 from sessiontree.digest import ID_BYTES
 from sessiontree.errors import CorruptTree, SessionTreeError, StoreFailed, UnknownNode, UnknownSession
 from sessiontree.locks import new_lock
@@ -41,7 +42,9 @@ _FIELDS: Final = ("ordinal", "parent", "id", "key")
 _OVERHEAD: Final = 200  # bytes of a record in the cache beside its own
 HEAD, PIN, DROP = b"h", b"p", b"d"
 
-Place = tuple[int, int, int]  # of a record: its session, how often something had been removed from that, its ordinal
+# Of a record: its session, how often something had been removed from that, a node's ordinal, and of an annotation of that node the
+# digest of its name, and its version.
+Place = tuple[int, int, int] | tuple[int, int, int, bytes, int]
 
 
 class SharedLease(NamedTuple):
@@ -92,7 +95,7 @@ class Known:
         if nodes:
             self._more += nodes
             self.last = nodes[-1].ordinal
-        self.refs.update(refs)
+        self.refs.update((name, shown(name, record)) for name, record in refs.items())
         self._snapshot = None
 
     def snapshot(self) -> Snapshot:
@@ -107,8 +110,10 @@ class Known:
             nodes["kind"] = codec.NODE
             for name in _FIELDS:
                 nodes[name] = rows[name]
-            for at, record in enumerate(records):
+            for at, (ref, record) in enumerate([(b"", self.record), *self.refs.items()]):
                 entry = codec.entry_of(record)
+                if ref[:1] == LONG and ref != annotation_ref(entry.ordinal, entry.id):
+                    raise CorruptTree(f"{ref!r} in session {self.number} is that of something else", session=self.number)
                 others[at] = (*entry[:4], np.void(entry.id), entry.key, 0, at, 0, 0)
             entries["session"], entries["segment"] = self.number, self.removals
             self._snapshot = Snapshot(entries, records)
@@ -123,11 +128,26 @@ class Known:
 
 class Snapshot(NamedTuple):
     """Entries of one session: one for itself, one for each of its nodes, one for each ref. ``records``: of those that are no nodes,
-    each where its entry's ``offset`` says.
+    each where its entry's ``offset`` says; of annotations, their beginnings.
     """
 
     entries: NDArray[Any]
     records: list[bytes]
+
+
+def annotation_ref(ordinal: int, digest: bytes) -> bytes:
+    """The ref of an annotation, given its node's ordinal and the digest of its name."""
+    return LONG + ordinal.to_bytes(4) + digest
+
+
+def _places_said(annotations: NDArray[Any]) -> list[Place]:
+    return list(zip(*(annotations[name].tolist() for name in ("session", "segment", "ordinal", "id", "key")), strict=True))
+
+
+def _place_of(number: int, removals: int, annotation: bytes) -> Place:
+    """Of the record of an annotation."""
+    entry = codec.entry_of(annotation)
+    return number, removals, entry.ordinal, entry.id, entry.key
 
 
 def _rows(nodes: Sequence[NodeRow]) -> NDArray[Any]:
@@ -249,6 +269,8 @@ class SharedLog:
             elif kind == codec.DROP:
                 drops, gone = True, gone or not ordinal
                 refs[DROP + identity] = record  # its name is completed below
+            elif kind == codec.ANNOTATION:
+                refs[annotation_ref(ordinal, identity)] = record
             else:
                 refs[(HEAD if kind == codec.HEAD else PIN) + identity] = record
         with self._lock:
@@ -409,6 +431,8 @@ class SharedLog:
                 known[number].fold(change)
                 removals = known[number].removals
                 records += [((number, removals, node.row.ordinal), node.record) for node in change.nodes]
+                said = (record for name, record in change.refs.items() if name[:1] == LONG)
+                records += [(_place_of(number, removals, record), record) for record in said]
             else:
                 why[number] = Overtaken(f"session {number} was written to elsewhere")
         self.cache.put_all(records)
@@ -456,10 +480,10 @@ class SharedLog:
             known.pending, known.seen, known.told = known.version, known.drops, known.last
             return known.snapshot(), known.removals, known.gone
 
-    def made(self, number: int, record: bytes, nodes: Sequence[NewNode]) -> None:
+    def made(self, number: int, record: bytes, nodes: Sequence[NewNode], refs: Mapping[bytes, bytes]) -> None:
         """Know a session that was made here, and have it in hand."""
         known = Known(number)
-        known.take(Look(record, 0, 0, 0, False, True, [node.row for node in nodes], {}))
+        known.take(Look(record, 0, 0, 0, False, True, [node.row for node in nodes], refs))
         known.pending, known.told = 0, known.last
         with self._lock:
             self._remember(known)
@@ -530,17 +554,25 @@ class SharedLog:
         return SharedLease(0)
 
     def read(self, known: Any) -> bytes:
-        """The record of an entry. Raises UnknownNode where a node was removed elsewhere, StoreFailed."""
+        """The record of an entry of a node or an annotation. Raises what :meth:`read_all` raises."""
         (record,) = self.read_all(np.array([known], ENTRY))
         return record
 
     def read_all(self, entries: NDArray[Any]) -> Iterator[bytes]:
-        """Those of many entries in order. Where none is in the cache they are given out as they come: whoever asks for other
-        things meanwhile makes a list of them first. Raises UnknownNode, CorruptTree, StoreFailed."""
+        """Those of many entries in order, which are all of nodes or all of annotations. Where none is in the cache they are given
+        out as they come: whoever asks for other things meanwhile makes a list of them first.
+
+        Annotations that are not in the cache are as they are now: of an entry's version, or of another where somebody said more
+        since, or the node was removed and another has its ordinal. Raises UnknownNode where it was removed elsewhere, CorruptTree,
+        StoreFailed.
+        """
+        if len(entries) and entries["kind"][0] == codec.ANNOTATION:
+            yield from self._read_said(entries)
+            return
         for start in range(0, len(entries), _AT_ONCE):
             batch = entries[start : start + _AT_ONCE]
             numbers = batch["session"].tolist()
-            places = list(zip(numbers, batch["segment"].tolist(), batch["ordinal"].tolist(), strict=True))
+            places: list[Place] = list(zip(numbers, batch["segment"].tolist(), batch["ordinal"].tolist(), strict=True))
             records = self.cache.get_all(places)
             missing = [at for at, record in enumerate(records) if record is None]
             ids = batch["id"].tolist() if missing else ()
@@ -556,6 +588,33 @@ class SharedLog:
             self.cache.put_all((places[at], record) for at in missing if (record := records[at]) is not None)
             if not at_once:
                 yield from records  # type: ignore[misc]  # none is missing
+
+    def _read_said(self, entries: NDArray[Any]) -> Iterator[bytes]:
+        for start in range(0, len(entries), _AT_ONCE):
+            batch = entries[start : start + _AT_ONCE]
+            places = _places_said(batch)
+            records = self.cache.get_all(places)
+            missing = [at for at, record in enumerate(records) if record is None]
+            for number in dict.fromkeys(places[at][0] for at in missing):
+                mine = [at for at in missing if places[at][0] == number]
+                for at, fetched in zip(mine, self._said(number, batch[mine]), strict=True):
+                    records[at] = fetched
+                    places[at] = _place_of(number, places[at][1], fetched)
+            self.cache.put_all((places[at], record) for at in missing if (record := records[at]) is not None)
+            yield from records  # type: ignore[misc]  # none is missing
+
+    def _said(self, number: int, entries: NDArray[Any]) -> Iterator[bytes]:
+        """Records of annotations, given their entries."""
+        wanted = list(zip(entries["ordinal"].tolist(), entries["id"].tolist(), strict=True))
+        found = self.backend.sessions.read_refs(number, list(itertools.starmap(annotation_ref, wanted)))
+        for (ordinal, digest), record in zip(wanted, found, strict=True):
+            if record is None:
+                what = f"node {ordinal} of session {number}, of which something was said, was dropped and removed elsewhere"
+                raise UnknownNode(what, node_id=b"")
+            entry = codec.entry_of(record)
+            if (entry.kind, entry.session, entry.ordinal, entry.id) != (codec.ANNOTATION, number, ordinal, digest):
+                raise CorruptTree(f"an annotation of node {ordinal} is that of something else", session=number)
+            yield record
 
     def _fetched(self, number: int, ordinals: Sequence[int], ids: Sequence[bytes]) -> Iterator[bytes]:
         """Records of nodes in that order, given their ids, as they come. Raises UnknownNode."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from sessiontree.backends.base import Progress
 from sessiontree.backends.shared import Backend
 from sessiontree.fsck.report import Damage, Finding, Report
-from sessiontree.fsck.shared_survey import HeldSession, Key, SharedSurvey
+from sessiontree.fsck.shared_survey import HeldAnnotation, HeldSession, Key, SharedSurvey
 from sessiontree.fsck.stats import SessionStats, Stats
 
 
@@ -77,6 +77,23 @@ class _Judged:
                     what = f"a pin of {session.whose()} is at node {pin.ordinal}, which {how}"
                     yield Finding(what, session_id=session.name, node_id=pin.id)
 
+            for said in session.annotations:
+                if how := self._how_said(session, said):
+                    what = f"annotation {said.name!r} of {session.whose()} is of node {said.ordinal}, which {how}"
+                    yield Finding(what, session_id=session.name, node_id=said.id)
+
+    def _how_said(self, session: HeldSession, said: HeldAnnotation) -> str | None:
+        """Why nothing can be said so of a node. One that was dropped takes what is said of it along when it is removed."""
+        key = session.key(said.ordinal)
+        node = self.found.find(key)
+        if key[1] and node is None:
+            return "is missing"
+        if self.found.id_of(key) not in (said.id, None):
+            return "is another"
+        if (node is None or node.why is None) and said.stop > (0 if node is None else node.stop - node.start):
+            return "has fewer tokens"
+        return None
+
     def _how(self, session: HeldSession, ordinal: int) -> str | None:
         """Why no head can be there."""
         key = session.key(ordinal)
@@ -108,7 +125,7 @@ def fsck_shared(backend: Backend, *, progress: Progress | None = None) -> Report
     heads = [head for session in shown for head in session.heads if head.ordinal is not None]
     pins = [pin for session in shown for pin in session.pins if pin.pinned]
     nodes = sum(len(session.nodes) for session in sessions)
-    refs = sum(len(session.heads) + len(session.pins) for session in sessions)
+    refs = sum(len(session.heads) + len(session.pins) + len(session.annotations) for session in sessions)
     return Report(
         path=backend.where,
         bytes=sum(_bytes(found).values()),
@@ -145,6 +162,7 @@ def _bytes(found: SharedSurvey) -> dict[str, int]:
         "alias": found.alias_bytes,
         "pin": refs["pin"],
         "drop": refs["drop"],
+        "annotation": refs["annotation"],
         "features": sum(sum(sizes.values()) for sizes in found.features.values()),
     }
 
@@ -183,8 +201,14 @@ def stats_shared(backend: Backend, *, progress: Progress | None = None) -> Stats
     named = sum(sum(each.values()) for row, each in found.features.items() if row.rpartition("/")[2] in found.contents)
     kept = [session for session in sessions if not session.gone or any(key[0] == session.number for key in forked)]
     live = sum(sizes[key] for key in reached) + named + found.alias_bytes + sum(session.nbytes for session in kept)
-    live += sum(sum(session.ref_bytes.values()) - session.spent_bytes for session in shown)
+    live += sum(session.ref_bytes[kind] for session in shown for kind in ("head", "pin", "drop"))
+    live -= sum(session.spent_bytes for session in shown)
     loose = sum(size for key, size in sizes.items() if key not in reached)
+    for session in kept:
+        for said in session.annotations:
+            key = session.key(said.ordinal)
+            live += said.nbytes if key in reached or not key[1] else 0
+            loose += said.nbytes if key in sound - reached else 0
     depths: dict[Key, int] = {}
     children: Counter[Key] = Counter()
     parents: set[Key] = set()

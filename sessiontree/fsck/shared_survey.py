@@ -16,10 +16,12 @@ from typing import Any, Final, NamedTuple, TypeVar
 import attrs
 
 from sessiontree import codec
+from sessiontree.annotations import OfTokens
 from sessiontree.backends.base import Progress
 from sessiontree.backends.blobs import file_name, read_arrays
 from sessiontree.backends.sealed import unseal
-from sessiontree.backends.shared import Backend, Look
+from sessiontree.backends.shared import LONG, Backend, Look
+from sessiontree.backends.shared_log import DROP, HEAD, PIN, annotation_ref
 from sessiontree.errors import CorruptTree, IncompatibleStore, SessionTreeError
 from sessiontree.fsck.report import Damage, Finding
 from sessiontree.positions import PositionScheme
@@ -30,7 +32,7 @@ Key = tuple[int, int]  # the number of a session, and an ordinal in it; of a roo
 
 _TOGETHER: Final = 128  # records that are read together
 _FEATURES: Final = re.compile(r"(?:[0-9a-f]{64}/)?([0-9a-f]{64})/(0|[1-9][0-9]*|used)")
-_ALIAS, _HEAD, _PIN, _DROP = b"a", b"h", b"p", b"d"
+_ALIAS: Final = b"a"
 
 
 class Held(NamedTuple):
@@ -42,6 +44,16 @@ class Held(NamedTuple):
     stop: int
     nbytes: int
     why: str | None = None
+
+
+class HeldAnnotation(NamedTuple):
+    """What is said of a node by one name. ``ordinal``, ``id``: the node's. ``nbytes``: of its record."""
+
+    name: str
+    ordinal: int
+    id: bytes
+    nbytes: int
+    stop: int  # where the last of the tokens ends that it says something of
 
 
 @attrs.define(eq=False)
@@ -60,6 +72,7 @@ class HeldSession:
     nodes: dict[int, Held] = attrs.Factory(dict)
     heads: list[codec.HeadRecord] = attrs.Factory(list)
     pins: list[codec.PinRecord] = attrs.Factory(list)
+    annotations: list[HeldAnnotation] = attrs.Factory(list)
     dropped: set[int] = attrs.Factory(set)
     ref_bytes: Counter[str] = attrs.Factory(Counter)
     spent_bytes: int = 0  # of refs that say nothing any more
@@ -127,8 +140,8 @@ class SharedSurvey:
             look = self.backend.sessions.look(number)
             if look is None:  # it was removed meanwhile
                 return
-            records = dict(self._records(number, look))
-            if None not in records.values():
+            records, refs = dict(self._records(number, look)), dict(self._refs(number, look))
+            if None not in (*records.values(), *refs.values()):
                 break
             again = self.backend.sessions.look(number)
             if again is not None and again.removals == look.removals:  # else some were removed meanwhile
@@ -137,14 +150,22 @@ class SharedSurvey:
         self.sessions[number] = session
         for row in look.nodes:
             self._node(session, row.ordinal, row.parent, row.id, row.key, records[row.ordinal])
-        for ref, data in look.refs.items():
-            self._ref(session, ref, data)
+        for ref, data in refs.items():
+            self._ref(session, ref, data, look.refs[ref])
         _hide(session)
 
     def _records(self, number: int, look: Look) -> Iterator[tuple[int, bytes | None]]:
         for start in range(0, len(look.nodes), _TOGETHER):
             ordinals = [row.ordinal for row in look.nodes[start : start + _TOGETHER]]
             yield from zip(ordinals, self.backend.nodes.read(number, ordinals), strict=True)
+
+    def _refs(self, number: int, look: Look) -> Iterator[tuple[bytes, bytes | None]]:
+        """Whole, also those of which a look gives the beginnings."""
+        long = [ref for ref in look.refs if ref[:1] == LONG]
+        yield from ((ref, data) for ref, data in look.refs.items() if ref[:1] != LONG)
+        for start in range(0, len(long), _TOGETHER):
+            some = long[start : start + _TOGETHER]
+            yield from zip(some, self.backend.sessions.read_refs(number, some), strict=True)
 
     def _begun(self, number: int, name: str | None, look: Look) -> HeldSession:
         """What its own record says."""
@@ -220,25 +241,35 @@ class SharedSurvey:
         except SessionTreeError as error:
             session.nodes[ordinal] = held._replace(why=str(error))
 
-    def _ref(self, session: HeldSession, ref: bytes, data: bytes) -> None:
+    def _ref(self, session: HeldSession, ref: bytes, data: bytes | None, shown: bytes) -> None:
         kinds: dict[bytes, tuple[str, type[Any]]] = {
-            _HEAD: ("head", codec.HeadRecord),
-            _PIN: ("pin", codec.PinRecord),
-            _DROP: ("drop", codec.DropRecord),
+            HEAD: ("head", codec.HeadRecord),
+            PIN: ("pin", codec.PinRecord),
+            DROP: ("drop", codec.DropRecord),
+            LONG: ("annotation", codec.AnnotationRecord),
         }
         what, kind = kinds.get(ref[:1], ("ref", codec.HeadRecord))
         try:
             if ref[:1] not in kinds:
                 raise CorruptTree("no store names one so")
+            if data is None:
+                raise CorruptTree("its beginning is there, and its record is not")
             record = _decoded(data, kind, session.number)
-            if ref[:1] != _DROP and ref[1:] != codec.entry_of(data).id:
+            entry = codec.entry_of(data)
+            named = annotation_ref(entry.ordinal, entry.id) if ref[:1] == LONG else ref[:1] + entry.id
+            if ref[:1] != DROP and ref != named:
                 raise CorruptTree(f"its name is that of another {what}")
+            if not data.startswith(shown) and entry.key <= codec.entry_of(shown).key:  # else it was said anew since
+                raise CorruptTree("its beginning is that of something else")
             session.ref_bytes[what] += len(data)
             if isinstance(record, codec.DropRecord):
                 session.dropped.update(record.ordinals)
             elif isinstance(record, codec.HeadRecord):
                 session.heads.append(record)
                 session.spent_bytes += len(data) if record.ordinal is None else 0
+            elif isinstance(record, codec.AnnotationRecord):
+                stop = record.value.stop if isinstance(record.value, OfTokens) else 0
+                session.annotations.append(HeldAnnotation(record.name, record.ordinal, record.node_id, len(data), stop))
             else:
                 session.pins.append(record)
                 session.spent_bytes += len(data) if not record.pinned else 0

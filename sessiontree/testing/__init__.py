@@ -5,6 +5,7 @@
 """
 
 from sessiontree.testing import _rewrite  # noqa: F401  # before the others
+from sessiontree.testing.annotations import AnnotationTests
 from sessiontree.testing.base import Conformance, Home, Opener
 from sessiontree.testing.depth import DepthTests
 from sessiontree.testing.durability import DurabilityTests
@@ -17,6 +18,7 @@ from sessiontree.testing.sharing import SharingTests
 from sessiontree.testing.turns import TurnTests
 
 __all__ = [
+    "AnnotationTests",
     "Conformance",
     "DepthTests",
     "DurabilityTests",
@@ -36,6 +38,15 @@ __all__ = [
 
 
 class StoreConformance(
-    TurnTests, ForkTests, HeadTests, MediaTests, KeepingTests, DurabilityTests, SharingTests, DepthTests, MachineTests
+    TurnTests,
+    AnnotationTests,
+    ForkTests,
+    HeadTests,
+    MediaTests,
+    KeepingTests,
+    DurabilityTests,
+    SharingTests,
+    DepthTests,
+    MachineTests,
 ):
     """All of the suite. Override the fixture ``make_store``, and say by class attributes what the store can do."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
 from hypothesis import strategies as st
 
+from sessiontree import Annotation, Ragged, Spans, TokenValues
 from sessiontree.testing.model import PLACEHOLDER, Picture, Turn
 
 MAX_TOKEN: Final = 2**31 - 1
@@ -44,6 +46,27 @@ REPLY: Final = st.builds(
 TURN: Final = INPUT | REPLY
 FIRST: Final = TURN.filter(lambda turn: turn.tokens)  # an empty turn right under the root is refused
 CONVERSATION: Final = st.tuples(FIRST, st.lists(TURN, max_size=6)).map(lambda drawn: [drawn[0], *drawn[1]])
+
+
+ANNOTATIONS: Final = ("logprobs", "routed_experts", "top_p_ids", "weight_version", "reward", "train")
+
+
+def annotation(name: str, count: int, number: int) -> Annotation:
+    """One of these names for a node of ``count`` tokens: another for each number. Of some of the tokens, where it is of tokens."""
+    random = np.random.default_rng(number)
+    start, stop = sorted(random.integers(0, count + 1, 2).tolist())
+    match name:
+        case "logprobs":
+            return TokenValues(random.normal(size=stop - start).astype(np.float32), start)
+        case "routed_experts":
+            return TokenValues(random.integers(0, 256, (stop - start, 2, 3), np.uint8), start)
+        case "top_p_ids":
+            return Ragged.of([random.integers(0, MAX_TOKEN, length) for length in random.integers(0, 4, stop - start)], start)
+        case "weight_version":
+            return Spans([(start, stop, number if number % 2 else f"step {number}")] if start < stop else [])
+        case "reward":
+            return float(random.normal())
+    return bool(number % 2)
 
 
 def conversation() -> list[Turn]:

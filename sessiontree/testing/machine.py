@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from sessiontree import Head, HeadMoved, KeyTaken, Node, NodeHeld, Session, SessionTreeError
 from sessiontree.testing.base import Conformance, Home
-from sessiontree.testing.drawn import FIRST, TURN
-from sessiontree.testing.model import SCHEME, Log, Turn, add, check_node, check_session, ids_of, reached, seen
+from sessiontree.testing.drawn import ANNOTATIONS, FIRST, TURN, annotation
+from sessiontree.testing.model import SCHEME, Log, Turn, add, check_node, check_session, ids_of, reached, said_of, seen
 
 NAMES = ("main", "aside")
 MAX_SESSIONS = 3
@@ -171,8 +171,26 @@ class StoreMachine(RuleBasedStateMachine):
                 pictures = tuple(picture for picture in whole.pictures if picture.at < own)
                 key = self.homes[0].store.get(log.session_id).node(result).key
                 left = Turn(whole.tokens[:own], pictures, whole.role, key, whole.generated)
+                if log.known(path[cut - 1].id, left) is None:
+                    log.wholes[result] = path[cut].id
                 self.learn(log, result, path[cut - 1].id, left)
         self.check_shape(log)
+
+    # Annotations
+
+    @rule(number=PICK, at=PICK, names=st.sets(st.sampled_from(ANNOTATIONS), min_size=1, max_size=3), seed=PICK)
+    def annotate(self, number: int, at: int, names: set[str], seed: int) -> None:
+        log, node = self.pick(number, at)
+        entry = log.path(node)[-1]
+        forks = self.logs[self.logs.index(log) + 1 :]
+        if any(entry is each for fork in forks for each in fork.entries):
+            return  # what forks see of what is said after they were made is for each store to say
+        count = 0 if entry.turn is None else len(entry.turn.tokens)
+        values = {name: annotation(name, count, seed) for name in sorted(names)}
+        assert self.on(log, lambda session: session.annotate(node, values)) is None
+        log.annotate(node, values)
+        for home in self.homes:
+            assert said_of(home.store.get(log.session_id), node) == log.annotations(node)
 
     # Heads and pins
 

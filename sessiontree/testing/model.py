@@ -8,7 +8,7 @@ append must give a new node and when one that is there.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Final
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pyrsistent import thaw
 
-from sessiontree import MediaItem, Node, Session, media_identity
+from sessiontree import Annotation, MediaItem, Node, Ragged, Session, Spans, TokenValues, media_identity
 from sessiontree.positions import scheme
 
 MODES: Final = ("as_decoded", "as_replayed")
@@ -116,6 +116,39 @@ def positions_of(turns: Iterable[Turn], mode: str) -> NDArray[np.int64]:
     return np.array(columns, np.int64).reshape(-1, 3).T
 
 
+@dataclass(frozen=True)
+class Said:
+    """An annotation, where all that can be told of it is compared. ``tokens``: what it says of each token; None: it is a scalar."""
+
+    kind: str
+    scalar: Any = None
+    tokens: Mapping[int, Any] | None = None
+
+    @classmethod
+    def of(cls, value: Annotation) -> Said:
+        """That of a value as the library has it."""
+        if isinstance(value, TokenValues):
+            rows = {start + at: row.tobytes() for start, values in value.stretches for at, row in enumerate(values)}
+            return cls(f"rows of {value.dtype} {value.row_shape}", tokens=rows)
+        if isinstance(value, Ragged):
+            lists = {token: (str(each.dtype), each.tobytes()) for token, each in value.lists().items()}
+            return cls("lists", tokens=lists)
+        if isinstance(value, Spans):
+            each = {token: (type(which).__name__, which) for start, stop, which in value for token in range(start, stop)}
+            return cls("spans", tokens=each)
+        return cls(type(value).__name__, value.hex() if isinstance(value, float) else value)
+
+    def over(self, older: Said | None) -> Said:
+        """What was said before, where this says nothing."""
+        if older is None or self.tokens is None or older.tokens is None:
+            return self
+        return Said(self.kind, tokens={**older.tokens, **self.tokens}) if self.tokens else older
+
+    def of_first(self, count: int) -> Said:
+        """What it says of the first so many tokens."""
+        return Said(self.kind, tokens={token: each for token, each in (self.tokens or {}).items() if token < count})
+
+
 @dataclass
 class Entry:
     """A node: its id, its parent's and its turn, None for the root. Logs of forks share those of their path."""
@@ -129,7 +162,8 @@ class Entry:
 class Log:
     """What was done to the session of an id.
 
-    ``shared``: how many of its nodes, the first ones, go with it alone: the root, and of a fork the path it began with.
+    ``shared``: how many of its nodes, the first ones, go with it alone: the root, and of a fork the path it began with. ``said``:
+    of nodes, by name. ``wholes``: of which node each is a prefix.
     """
 
     session_id: str
@@ -137,6 +171,8 @@ class Log:
     heads: dict[str, bytes] = field(default_factory=dict)
     pins: set[bytes] = field(default_factory=set)
     shared: int = 1
+    said: dict[bytes, dict[str, Said]] = field(default_factory=dict)
+    wholes: dict[bytes, bytes] = field(default_factory=dict)
 
     @classmethod
     def of(cls, session: Session) -> Log:
@@ -181,7 +217,33 @@ class Log:
     def forked(self, node: bytes, fork: Session) -> Log:
         """That of a session that was forked there."""
         path = self.path(node)
-        return Log(fork.id, path, shared=len(path))
+        return Log(fork.id, path, shared=len(path), said={entry.id: self.annotations(entry.id) for entry in path})
+
+    def annotate(self, node: bytes, values: Mapping[str, Annotation]) -> None:
+        """Something more was said of a node."""
+        own = self.said.setdefault(node, {})
+        for name, value in values.items():
+            own[name] = Said.of(value).over(own.get(name))
+
+    def annotations(self, node: bytes) -> dict[str, Said]:
+        """What is said of a node, and of its tokens where they are another's too: what stands nearest counts."""
+        found = dict(self.said.get(node, {}))
+        turn, whole = self.path(node)[-1].turn, self.wholes.get(node)
+        if turn is not None and whole is not None:
+            for name, value in self.annotations(whole).items():
+                clipped = value.of_first(len(turn.tokens))
+                if clipped.tokens:
+                    found[name] = found[name].over(clipped) if name in found else clipped
+        return found
+
+    def _let_go(self, gone: set[bytes]) -> None:
+        """Nodes go, and what is said of them; of those that stay and are prefixes of them, all is said itself from here on."""
+        for node in [node for node, whole in self.wholes.items() if whole in gone and node not in gone]:
+            self.said[node] = self.annotations(node)
+            del self.wholes[node]
+        self.entries = [entry for entry in self.entries if entry.id not in gone]
+        self.said = {node: said for node, said in self.said.items() if node not in gone}
+        self.wholes = {node: whole for node, whole in self.wholes.items() if node not in gone}
 
     def below(self, nodes: Iterable[bytes]) -> set[bytes]:
         """These nodes and all that come from them."""
@@ -197,8 +259,7 @@ class Log:
 
     def drop(self, nodes: Iterable[bytes]) -> None:
         """Forget these nodes and all that come from them."""
-        gone = self.below(nodes)
-        self.entries = [entry for entry in self.entries if entry.id not in gone]
+        self._let_go(self.below(nodes))
 
     def collect(self, recent: int) -> None:
         """Forget what leads to no head and no pin, nor to one of the last ``recent`` nodes."""
@@ -206,7 +267,7 @@ class Log:
         alive = set(ids[: self.shared])
         for node in {*self.held(), *ids[max(0, len(ids) - recent) :]}:
             alive.update(entry.id for entry in self.path(node))
-        self.entries = [entry for entry in self.entries if entry.id in alive]
+        self._let_go({*ids} - alive)
 
 
 def reached(logs: Iterable[Log]) -> int:
@@ -246,6 +307,12 @@ def check_session(session: Session, log: Log) -> None:
         assert [child.id for child in session.children(node)] == [child.id for child in log.children(entry.id)]
         if entry.turn is not None:
             check_node(node, log.turns(entry.id))
+        assert said_of(session, node) == log.annotations(entry.id)
+
+
+def said_of(session: Session, node: Node | bytes) -> dict[str, Said]:
+    """What a session says of a node, by name."""
+    return {name: Said.of(value) for name, value in session.annotations(node).items()}
 
 
 def seen(node: Node) -> bytes:
@@ -265,6 +332,8 @@ def seen(node: Node) -> bytes:
 
 
 def all_seen(session: Session) -> dict[str, Any]:
-    """The same of all its nodes, in order, and its heads, with their versions, and pins: equal for equal sessions."""
+    """The same of all its nodes, in order, what is said of them, and heads, with versions, and pins: equal for equal sessions."""
     heads = {name: (head.node.id, head.version) for name, head in session.tree.heads.items()}
-    return {"nodes": [seen(node) for node in session.tree], "heads": heads, "pins": session.pins}
+    nodes = list(session.tree)
+    said = [said_of(session, node) for node in nodes]
+    return {"nodes": [seen(node) for node in nodes], "said": said, "heads": heads, "pins": session.pins}

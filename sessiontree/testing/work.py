@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
-from sessiontree import HeadMoved, SessionExists, SessionStore
+from sessiontree import HeadMoved, SessionExists, SessionStore, TokenValues
 from sessiontree.testing.together import Line
 
 Opener = Callable[[], SessionStore]
@@ -84,3 +84,13 @@ def count_up(line: Line, number: int, opener: Opener, session_id: str, times: in
                     head = moved.actual
         store.flush()
     return lost
+
+
+def annotate_token_by_token(line: Line, number: int, opener: Opener, session_id: str, node: bytes, count: int) -> None:
+    """Say something of tokens ``[number * count, (number + 1) * count)`` of a node, one after the other."""
+    with opener() as store:
+        session = store.get(session_id)
+        line.wait()
+        for at in range(count):
+            token = number * count + at
+            session.annotate(node, {"logprobs": TokenValues([float(token)], start=token), f"by {number}": at})

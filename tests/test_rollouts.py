@@ -186,7 +186,8 @@ def test_a_bundle_has_the_rollouts_of_its_store(store: SessionStore, tmp_path: P
 
 
 def test_who_reads_beside_a_writer_sees_what_came_since(tmp_path: Path) -> None:
-    with SessionStore.open(tmp_path / "s", durability="commit") as store, SessionStore.open(tmp_path / "s", read_only=True) as reader:
+    path = tmp_path / "s"
+    with SessionStore.open(path, durability="commit") as store, SessionStore.open(path, read_only=True) as reader:
         assert not list(rollouts(reader))
         session = store.create("a", scheme=SCHEME)
         task = session.append(session.root, [1])

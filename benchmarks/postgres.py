@@ -8,8 +8,9 @@ Expected before the first run, by guess: a commit a fifth over a bare insert; 9 
 server's and the wire's; 32 threads 5 to 6 times over one; 4,300 bytes a turn, two of them to a page, so 1.1; 400 bytes a fork;
 the same time at any turn.
 
-What came, on two cores that others used too: bytes of a turn and of a bare fork as expected, a turn of 16 tokens on a fork takes
-350 more. A path took 80 ms at the least at first: 31 of the client, which looked at each record alone, had the tokens copied as
+What came, on two cores that others used too: bytes of a turn and of a bare fork as expected. A turn of 16 tokens on a fork took 350
+more, nearly half of it a second row for its record and what the record repeats of its node's row, which it does without since.
+A path took 80 ms at the least at first: 31 of the client, which looked at each record alone, had the tokens copied as
 they grew, and prepared a statement in a round trip of its own. Its records are looked at together since, 18 ms and one round trip;
 what is left is a dozen steps of 1 to 3 µs a node, the digest the longest. A commit takes twice an insert of 0.2 ms: 75 µs more of
 the client in many thin layers, 60 of the server for three inserts and two updates in one statement. On a disk that others keep

@@ -22,7 +22,8 @@ TAIL_POLICIES: Final[tuple[str, ...]] = get_args(TailPolicy)
 class Link(NamedTuple):
     """An edge to a node this one was made from.
 
-    ``derived_from``: a rewritten turn and the last turn it stands for; ``prefix_of``: a turn cut short and the whole of it.
+    ``derived_from``: a rewritten turn and the last turn it stands for, or what a caller says that a turn was made of;
+    ``prefix_of``: a turn cut short and the whole of it.
     ``reused_tokens``: how many tokens from the root on the two paths share.
     """
 

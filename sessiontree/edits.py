@@ -91,6 +91,11 @@ def without_bos(parent: Node, content: Content, bos_token_id: int) -> Content:
     return Content(data[TOKEN_BYTES:], items_behind(media, 1), positions)
 
 
+def links_to(sources: Iterable[Node], parent: Node, stop: int) -> tuple[Link, ...]:
+    """What a turn behind the first ``stop`` tokens of a path was made of, each source once: a summary, what it sums up."""
+    return tuple(Link("derived_from", source.id, min(stop, parent.shared_prefix_len(source))) for source in dict.fromkeys(sources))
+
+
 def plan_prefix(node: Node, length: int) -> Plan:
     """The first ``length`` tokens of a path, 0 <= length <= node.stop. Raises MediaSpanError for a cut inside a span."""
     parent = deepest_to(node, length)

@@ -62,6 +62,7 @@ _PREFIX: Final = Struct("<BIII32sQ")
 PREFIX_BYTES: Final = _PREFIX.size
 
 
+_as_stored = partial(tuple.__new__, Stored)
 LATER: Final = 255  # the kind of a record that a later library wrote
 
 
@@ -291,10 +292,18 @@ class SessionNodes:
 
     def _read(self, ordinals: Sequence[int], parent_id: bytes, start: int | None, rules: PositionScheme) -> Iterator[Stored]:
         """The nodes of a path below the node of ``parent_id``, which ends at ``start``; None: where the first says it begins."""
-        rows = self._columns.entries[[self._place(ordinal) for ordinal in ordinals]]
+        rows = self._columns.entries[self._places_of(ordinals)]
         records = self._log.read_all(rows) if self._log.costly else map(self.raw, ordinals)
         known = zip(rows["session"].tolist(), ordinals, rows["parent"].tolist(), rows["id"].tolist(), strict=True)
-        for at, (where, data) in enumerate(zip(known, records, strict=True)):
+        alike = len(ordinals) > _FEW and not rules.floats and 0 in rules.carries
+        heads = codec.heads_of(rows) if alike else itertools.repeat(None, len(ordinals))
+        for at, (where, head, data) in enumerate(zip(known, heads, records, strict=True)):
+            if head is not None and start is not None:
+                read = codec.text_turn(data, head, parent_id, start)
+                if read is not None:
+                    parent_id, start = where[3], read[0].state.num_tokens
+                    yield _as_stored(read)
+                    continue
             try:
                 record = codec.decode(data)
                 if not isinstance(record, codec.NodeRecord) or record[:4] != where:
@@ -338,6 +347,15 @@ class SessionNodes:
         if place == MISSING:
             raise CorruptTree(f"node {ordinal} of {self.whose} is missing")
         return place
+
+    def _places_of(self, ordinals: Sequence[int]) -> Sequence[int] | NDArray[np.int64]:
+        if len(ordinals) > _FEW:
+            at = np.array(ordinals) - self.first
+            if at.min() >= 0 and at.max() < len(self._places):
+                places: NDArray[np.int64] = self._places[at]
+                if places.min() != MISSING:
+                    return places
+        return [self._place(ordinal) for ordinal in ordinals]
 
     def id_of(self, ordinal: int) -> bytes:
         identity: bytes = self._columns.entries[self._place(ordinal)]["id"].tobytes()
@@ -388,7 +406,10 @@ class SessionNodes:
         for start in range(0, len(order), _BATCH):
             batch = order[start : start + _BATCH]
             rows = self._columns.entries[places[batch]]
-            records = map(self._log.read, rows) if not self._log.costly and _scattered(rows) else self._log.read_all(rows)
+            if self._log.costly:
+                records = iter(list(self._log.read_all(rows)))  # whoever looks at one may ask for another
+            else:
+                records = map(self._log.read, rows) if _scattered(rows) else self._log.read_all(rows)
             for at, record in zip(batch.tolist(), records, strict=True):
                 yield children[at], *codec.content_of(record)
 
@@ -1216,9 +1237,20 @@ class Journal:
             raise
 
     def attached(
-        self, number: int, before: SessionTree, node: Node, turn: Turn, details: Details, waiting: int, told: Sequence[object]
+        self,
+        number: int,
+        before: SessionTree,
+        node: Node,
+        turn: Turn,
+        details: Details,
+        waiting: int,
+        told: Sequence[object],
+        head: tuple[str, int] | None = None,
     ) -> int:
-        """As :meth:`changed`, where all that is new behind ``before`` is ``node``, which is made of ``turn`` and ``details``."""
+        """As :meth:`changed`, where all that is new behind ``before`` is ``node``, which is made of ``turn`` and ``details``.
+
+        ``head``: of one that was moved to it, its name and its version.
+        """
         try:
             if not self._sound:
                 self.check_writable()
@@ -1233,8 +1265,11 @@ class Journal:
             node_id, key = turn[0], turn[5]
             digest = 0 if key is None else codec.digest_of_key(key)
             record = codec.encode_turn(number, ordinal, above, *turn, details, digest)
-            prefix = _PREFIX.pack(codec.NODE, number, ordinal, above, node_id, digest)
-            return self._remember(self._log.enqueue(((record, prefix),), waiting, told, before), (node_id,))
+            records = [(record, _PREFIX.pack(codec.NODE, number, ordinal, above, node_id, digest))]
+            if head is not None:
+                name, version = head
+                records += _with_prefixes([codec.encode(codec.HeadRecord(number, name, ordinal, version))])
+            return self._remember(self._log.enqueue(records, waiting, told, before), (node_id,))
         except StoreFailed:
             self.check_writable()  # which says so where it is only read
             raise

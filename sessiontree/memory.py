@@ -18,10 +18,11 @@ import numpy as np
 from pyrsistent import pmap
 
 from sessiontree.details import NO_DETAILS, USUAL_DETAILS, Details
+from sessiontree.digest import ID_BYTES
 from sessiontree.frozen import EMPTY_METADATA
 from sessiontree.locks import new_lock
-from sessiontree.node import Lineage, Node
-from sessiontree.positions import PositionScheme
+from sessiontree.node import Lineage, Node, Up
+from sessiontree.positions import PositionScheme, PositionState
 from sessiontree.tokens import TOKEN_BYTES, Extent, PathCache
 
 _SHARED: Final = (type, ModuleType, FunctionType, Node, Lineage, PositionScheme, Extent, PathCache)
@@ -32,6 +33,10 @@ _SMALL: Final = 256  # ints up to here are the interpreter's own
 INT_BYTES: Final = getsizeof(2**20)
 _OWN_REFERENCES: Final = 4  # of a string that one map holds: its own, and those of whoever counts them
 _BYTES: Final = getsizeof(b"")
+#: Of every node: itself, its ways up, its id and its state.
+_FIXED_BYTES: Final = sum(
+    map(getsizeof, (object.__new__(Node), Up(None, None, None, 0, b"", None), bytes(ID_BYTES), PositionState(0, 0, 0)))
+)
 # Measured: what writes to an extent; of a persistent map, one more version that differs by an entry.
 _PEN_BYTES: Final = 544
 _CALLS_BYTES: Final = 720
@@ -61,20 +66,28 @@ def deep_bytes(*values: object) -> int:
 
 def node_bytes(node: Node) -> int:
     """What a node takes without its tokens."""
-    up, state, details, key = node._up, node.state, node._details, node.key
-    total = getsizeof(node) + getsizeof(up) + getsizeof(node.id) + getsizeof(state)
-    numbers = node.stop, up.depth, state.next_position, state.max_position
-    total += INT_BYTES * len({id(number) for number in numbers if number > _SMALL})
-    if up.block is not None:
-        total += getsizeof(up.block)
+    details, key, stop, runs = node._details, node.key, node.stop, node.runs
+    _, after, top, blocks, carried = node.state
+    _, _, _, depth, _, block = node._up
+    total = _FIXED_BYTES
+    if stop > _SMALL:
+        total += INT_BYTES
+    if depth > _SMALL and depth is not stop:
+        total += INT_BYTES
+    if after > _SMALL and after is not stop and after is not depth:
+        total += INT_BYTES
+    if top > _SMALL and top is not stop and top is not depth and top is not after:
+        total += INT_BYTES
+    if block is not None:
+        total += getsizeof(block)
     if key is not None:
         total += getsizeof(key)
     role = node.role
     if getrefcount(role) <= _OWN_REFERENCES:
         total += getsizeof(role)
-    if node.media or state.open_blocks or state.carried or node.replayed is not None or node.runs.__class__ is not int:
-        total += deep_bytes(node.media, node.runs, node.replayed, state.open_blocks, state.carried)
-    elif node.runs > _SMALL:
+    if node.media or blocks or carried or node.replayed is not None or runs.__class__ is not int:
+        total += deep_bytes(node.media, runs, node.replayed, blocks, carried)
+    elif runs > _SMALL:
         total += INT_BYTES
     if id(details) not in _SHARED_DETAILS:
         parent = node.parent
@@ -175,8 +188,16 @@ class HeldNodes:
         extents = {id(node._extent): node._extent for node in nodes}
         with self._lock:
             self._bury()
+            entries, died = self._entries, self._died
             for node in nodes:
-                if not self._counts(node):
+                key = id(node)
+                known = entries.get(key)
+                if known is None:  # as below, without two calls for each
+                    entry = _Entry(node, died)
+                    entry.key, entry.nbytes = key, node_bytes(node) + _LOADED_BYTES
+                    entries[key] = entry
+                    self._held += entry.nbytes
+                elif known() is not node:
                     self._enter(node, node_bytes(node) + _LOADED_BYTES)
             for extent in extents.values():
                 self._enter(extent, extent_bytes(extent))

@@ -152,10 +152,10 @@ def replay(source: OneSession | ManySessions) -> Iterator[ReplayStep]:
     is a step too, and says so (:attr:`ReplayStep.problem`). Raises CorruptTree: at a damaged node or session, or, where the store
     serves what is sound of it, behind the last step, if there are nodes or sessions that cannot be read.
     """
-    if hasattr(source, "tree"):
-        return _steps((cast(OneSession, source),))
     if hasattr(source, "sessions"):
-        return _steps(_sound(source))
+        return _steps(_sound(cast(ManySessions, source)))
+    if hasattr(source, "tree"):
+        return _steps((source,))
     raise TypeError(f"a session, a store or a bundle is replayed, not {type(source).__name__}")
 
 

@@ -33,7 +33,8 @@ from sessiontree import news
 from sessiontree.annotations import Annotation, TokenWindow, checked
 from sessiontree.details import NO_DETAILS, Details
 from sessiontree.draft import Draft, HowClosed, checked_finish_reason
-from sessiontree.edits import Content, Edit, Plan, plan_linear, plan_prefix, plan_rewrite, without_bos
+from sessiontree.drift import Decode, decoder_of
+from sessiontree.edits import Content, Edit, Plan, links_to, plan_linear, plan_prefix, plan_rewrite, without_bos
 from sessiontree.errors import (
     SessionTreeError,
     StaleSession,
@@ -63,6 +64,7 @@ from sessiontree.turns import Turn, plan_turn
 __all__ = ["Session"]
 
 T = TypeVar("T")
+HeadMove = tuple[str, Any]  # a head's name, and what is expected there
 Tell = Callable[[str, int, SessionTree, SessionTree, frozenset[str], news.Drafts], Batch]
 
 #: What a session takes beside its nodes and what finds them: measured, as everything that is made with one.
@@ -315,6 +317,7 @@ class Session:
         key: str | None = None,
         positions: ExternalPositions | ArrayLike | None = None,
         strip_bos: int | None = None,
+        derived_from: Iterable[Node | bytes] = (),
         head: str | None = None,
         expected: Head | Node | bytes | None = UNSET,
         annotations: Mapping[str, Any] | None = None,
@@ -334,6 +337,8 @@ class Session:
             data, media, positions = without_bos(parent, Content(data, media, positions), strip_bos)
         turn = plan_turn(parent._lineage.scheme, parent, data, media, "input", role, key, positions)
         details = NO_DETAILS if metadata is None else Details(freeze_metadata(metadata))
+        if derived_from:
+            details = details._replace(links=links_to(map(self._found, derived_from), parent, parent.stop))
         node = (
             self._attach(parent, turn, details, reserved)
             if head is None and annotations is None
@@ -450,15 +455,19 @@ class Session:
         reserved: int = 0,
     ) -> Node:
         """Make a node, move a head to it and annotate it, in one."""
-        said = None if annotations is None else checked(annotations, turn.state.num_tokens - parent.stop, turn.role)
+        move = None if head is None else (checked_text(head, "a head's name"), expected)
+        journal = self._store._journal
+        if annotations is not None:
+            said = checked(annotations, turn.state.num_tokens - parent.stop, turn.role)
 
-        def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
-            tree, node = self._attached(parent, turn, details, reserved, tree)
-            if head is not None:
-                tree, _ = tree.set_head(head, node, expected)
-            return tree if said is None else tree._annotated(node, said), node
+            def attach(tree: SessionTree) -> tuple[SessionTree, Node]:
+                tree, node = self._attached(parent, turn, details, reserved, move, tree)
+                return tree._annotated(node, said), node
 
-        return self._swap(attach)
+            return self._swap(attach)
+        if journal is None:
+            return self._swap(partial(self._attached, parent, turn, details, reserved, move))
+        return self._attach_on_disk(journal, parent, turn, details, reserved, move)
 
     def annotate(self, node: Node | bytes, annotations: Mapping[str, Any]) -> None:
         """Say something more of a node, durably as any change. See :meth:`SessionTree.annotate`.
@@ -515,6 +524,9 @@ class Session:
         prompt_metadata: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         key: str | None = None,
+        derived_from: Iterable[Node | bytes] = (),
+        decode: Decode | None = None,
+        special_ids: Iterable[int] = (),
         annotations: Mapping[str, Any] | None = None,
     ) -> Recorded:
         """Record a generation of somebody who keeps no tree: the whole prompt as the engine saw it, and the completion.
@@ -523,22 +535,41 @@ class Session:
         what is new of it becomes one turn of ``role`` with ``prompt_metadata``; the completion becomes a generated turn under it
         with ``metadata``. ``media``: the prompt's, spans relative to its first token. A media span is never cut: where a
         difference is inside one, the history forks before it. Without a ``key`` the completion gets one of its own, so that
-        equal samples stay apart; with one, recording again changes nothing. ``annotations``: said of the completion, as by
-        :meth:`annotate`. All of it is recorded or nothing.
+        equal samples stay apart; with one, recording again changes nothing. ``derived_from``: as for append, of the turn that is
+        new of the prompt. ``annotations``: said of the completion, as by :meth:`annotate`. All of it is recorded or nothing.
+
+        ``decode``: what makes text, or bytes of UTF-8, of a list of ids and leaves special tokens in: a tokenizer's ``decode`` or
+        ``decode_bytes``; with it, ``fork.drift`` says what kind of drift it is, going by a few thousand tokens. ``special_ids``:
+        which ids are special tokens. It changes nothing of what is recorded, and is called only where the prompt forks, before
+        anything is, and without a lock. An Exception that it raises is logged and leaves ``drift`` "unknown".
 
         Raises FinishRefused for "abort" and "error", and what append, commit and annotate raise.
         """
         finish_reason = checked_finish_reason(finish_reason)
         prompt, completion = (token_bytes(ids, self.max_tokens) for ids in (prompt_token_ids, completion_token_ids))
         items = tuple(media)
-        roles = {"role": checked_text(role, "role"), "completion_role": completion_role}
+        role = checked_text(role, "role")
         prompt_details = Details(freeze_metadata(prompt_metadata))
         details = Details(freeze_metadata(metadata), finish_reason, "keep")
+        sources, decoder = tuple(map(self._found, derived_from)), decoder_of(decode, special_ids)
         said = {} if annotations is None else checked(annotations, len(completion) // TOKEN_BYTES, completion_role)
         while True:
-            match, beyond = self._tree._find_prefix(prompt, items)
+            tree = self._tree
+            match, beyond = tree._find_prefix(prompt, items)
             plan, reused, fork = plan_record(
-                match, beyond, prompt, completion, items, key=key, prompt_details=prompt_details, details=details, **roles
+                match,
+                beyond,
+                prompt,
+                completion,
+                items,
+                role=role,
+                completion_role=completion_role,
+                key=key,
+                prompt_details=prompt_details,
+                details=details,
+                sources=sources,
+                decoder=decoder,
+                children=tree._children,
             )
             own: list[str] | None = [] if key is None else None
             with suppress(UnknownNode):  # what it goes on from was dropped meanwhile
@@ -594,22 +625,27 @@ class Session:
         feed.pass_on()
         return node
 
-    def _attach_on_disk(self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int) -> Node:
+    def _attach_on_disk(
+        self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int, move: HeadMove | None = None
+    ) -> Node:
         if journal.waits:
             check_may_wait(journal)
-        made = self._attach_at_rest(journal, parent, turn, details, reserved)
-        attached = partial(self._attached, parent, turn, details, reserved)
+        made = self._attach_at_rest(journal, parent, turn, details, reserved, move)
+        attached = partial(self._attached, parent, turn, details, reserved, move)
         if made is None:
             return self._swap_durably(journal, attached)
         self._see_through(journal, made[1], attached)
         return made[0]
 
-    def _attached(self, parent: Node, turn: Turn, details: Details, reserved: int, tree: SessionTree) -> tuple[SessionTree, Node]:
+    def _attached(
+        self, parent: Node, turn: Turn, details: Details, reserved: int, move: HeadMove | None, tree: SessionTree
+    ) -> tuple[SessionTree, Node]:
         self._check_there(tree, parent)
-        return tree._attach_alone(parent, turn, details, None, reserved, True)
+        tree, node = tree._attach_alone(parent, turn, details, None, reserved, True)
+        return tree if move is None else tree.set_head(move[0], node, move[1])[0], node
 
     def _attach_at_rest(
-        self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int
+        self, journal: Journal, parent: Node, turn: Turn, details: Details, reserved: int, move: HeadMove | None
     ) -> tuple[Node, int] | None:
         """As :meth:`_swap_durably`, without its calls, up to the number to wait for.
 
@@ -625,16 +661,21 @@ class Session:
                 if self._dropped:
                     self._check_there(before, parent)
                 after, node = before._attach_alone(parent, turn, details, None, reserved, True)
+                if after is before:
+                    return None
+                if move is not None:
+                    after, _ = after.set_head(move[0], node, move[1])
             except SessionTreeError:
                 if journal.many_write:
                     return None
                 raise
-            if after is before or self._written is not before:
+            if self._written is not before:
                 return None
             self._written = after
             assert self._number is not None
             try:
-                waiting = journal.attached(self._number, before, node, turn, details, self._waiting, told)
+                head = None if move is None else (move[0], after._moves)
+                waiting = journal.attached(self._number, before, node, turn, details, self._waiting, told, head)
             except (Overtaken, WriteLost):  # something was left untold, came in between, or was lost
                 return None
             except SessionTreeError:  # as there

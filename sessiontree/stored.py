@@ -37,7 +37,7 @@ _RECENT: Final = 4  # nodes that are kept, with their paths, although nobody hol
 
 
 class Stored(NamedTuple):
-    """A node as its record has it; ``turn.id`` is what the record says it is."""
+    """A node as its record has it; ``turn.id`` is what the record says it is. ``turn.data`` may be a view of the record."""
 
     turn: Turn
     details: Details
@@ -333,9 +333,11 @@ class StoredIndex(NodeIndex):
     def _loaded(self, ordinal: int) -> Node:
         missing = []
         at = ordinal
-        while (node := self._below(at) or self._known.get(at)) is None:
+        below = 0 if self.tip is None else self.tip.depth
+        known, parent_of = self._known.get, self.source.parent_of
+        while (node := self._below(at) if at <= below else known(at)) is None:
             missing.append(at)
-            parent = self.source.parent_of(at)
+            parent = parent_of(at)
             if not parent < at:
                 raise CorruptTree(f"node {at} of the session names node {parent} as its parent, which is none before it")
             at = parent
@@ -345,10 +347,12 @@ class StoredIndex(NodeIndex):
             made, stored, nbytes = start, list[Stored](), 0
             for each in self.source.read_path(batch, node):
                 stored.append(each)
-                nbytes += len(each.turn.data)
-                if nbytes > _TOGETHER_BYTES or made + len(stored) == start + len(batch):
+                nbytes += len(each[0][1])
+                if nbytes > _TOGETHER_BYTES:
                     node = self._made(node, missing[made : made + len(stored)], stored)
                     made, stored, nbytes = made + len(stored), [], 0
+            if stored:
+                node = self._made(node, missing[made : made + len(stored)], stored)
         return node
 
     def _made(self, parent: Node, ordinals: Sequence[int], stored: Sequence[Stored]) -> Node:
@@ -360,17 +364,15 @@ class StoredIndex(NodeIndex):
                 extent.append(data)
             else:
                 extent = Extent(self.writer, extent, parent.stop, data, extent.paths)
-        made: list[Node] = []  # which holds them until they are counted
+        made: list[Node] = []
         node = parent
-        try:
-            for ordinal, (turn, details) in zip(ordinals, stored, strict=True):
-                identity, _, media, origin, role, key, runs, state, replayed = turn
-                stop = state.num_tokens
-                node = make_child(node, identity, stop, media, origin, role, key, runs, state, replayed, details, extent)
-                self._known[ordinal] = node
-                made.append(node)
-        finally:
-            self._held.count(*made)
+        for turn, details in stored:
+            identity, _, media, origin, role, key, runs, state, replayed = turn
+            stop = state[0]
+            node = make_child(node, identity, stop, media, origin, role, key, runs, state, replayed, details, extent)
+            made.append(node)
+        self._held.count(*made)
+        self._known.update(zip(ordinals, made, strict=True))
         return node
 
 

@@ -30,7 +30,7 @@ from sessiontree.annotation_log import (
 from sessiontree.annotations import Annotation, TokenWindow, checked, said_over, same
 from sessiontree.details import NO_DETAILS, Details
 from sessiontree.digest import ID_BYTES
-from sessiontree.edits import Content, Edit, Plan, plan_linear, plan_prefix, plan_rewrite, without_bos
+from sessiontree.edits import Content, Edit, Plan, links_to, plan_linear, plan_prefix, plan_rewrite, without_bos
 from sessiontree.errors import (
     HeadMoved,
     KeyTaken,
@@ -274,6 +274,7 @@ class SessionTree(Sealed):
         key: str | None = None,
         positions: ExternalPositions | ArrayLike | None = None,
         strip_bos: int | None = None,
+        derived_from: Iterable[Node | bytes] = (),
         annotations: Mapping[str, Any] | None = None,
     ) -> tuple[SessionTree, Node]:
         """A prefilled turn under any node: (the tree with it, the node).
@@ -281,9 +282,10 @@ class SessionTree(Sealed):
         Equal content under the same parent is the same node: the tree comes back as it is, whatever the metadata. The same
         ``key`` with other content raises KeyTaken. ``positions``: this turn's position table where it comes from elsewhere.
         ``strip_bos``: the id of a BOS token that this turn loses if it begins with it and a history stands before it, as every
-        rendering of a chat template does: ids, spans and positions together; None keeps all. ``annotations``: said of the node, as
-        by :meth:`annotate`. Raises UnknownNode, LimitExceeded, OutOfRange, MediaSpanError, PositionError, and what annotate raises;
-        nothing has changed then.
+        rendering of a chat template does: ids, spans and positions together; None keeps all. ``derived_from``: nodes of this tree
+        that it was made of, wherever they stand, kept as links: what a summary sums up, what a subagent was sent from.
+        ``annotations``: said of the node, as by :meth:`annotate`. Raises UnknownNode, LimitExceeded, OutOfRange, MediaSpanError,
+        PositionError, and what annotate raises; nothing has changed then.
         """
         parent = self._resolve(parent)
         data = token_bytes(token_ids, self.limits.max_tokens)
@@ -291,6 +293,8 @@ class SessionTree(Sealed):
             data, media, positions = without_bos(parent, Content(data, media, positions), strip_bos)
         turn = plan_turn(parent.scheme, parent, data, media, "input", role, key, positions)
         details = NO_DETAILS if metadata is None else Details(freeze_metadata(metadata))
+        if derived_from:
+            details = details._replace(links=links_to(map(self._resolve, derived_from), parent, parent.stop))
         said = {} if annotations is None else checked(annotations, turn.state.num_tokens - parent.stop, role)
         tree, node = self._attach(parent, turn, details, reserved=self.limits.reserve_output)
         return tree._annotated(node, said), node

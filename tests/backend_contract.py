@@ -129,7 +129,7 @@ class BackendContract:
         assert backend.sessions.create(NewSession(number, "one", None, record, some)) == "made"
         for each in (backend, connect_again()):
             assert looked(each, number) == Look(record, 0, 0, 0, False, True, [one.row for one in some], {})
-            assert each.nodes.read(number, range(1, len(some) + 1)) == [one.record for one in some]
+            assert list(each.nodes.read(number, range(1, len(some) + 1))) == [one.record for one in some]
             assert each.sessions.find("one") == number
             assert list(each.sessions.names()) == [(number, "one")]
             assert list(each.sessions.all()) == [(number, False)]
@@ -141,11 +141,11 @@ class BackendContract:
         assert backend.sessions.find("other") is None
         assert backend.sessions.look(other) is None
         assert backend.sessions.look(other, (0, 0, 0)) is None
-        assert backend.nodes.read(other, [1]) == [None]
+        assert list(backend.nodes.read(other, [1])) == [None]
         assert backend.sessions.named(b"name") is None
         assert not commit(backend, Change(other, 0, 1, nodes(1, 1)))
         assert not backend.sessions.remove(Removal(other, 0, [1], [], 0))
-        assert backend.nodes.read(number, [1, 2]) == [b"record 1", None]
+        assert list(backend.nodes.read(number, [1, 2])) == [b"record 1", None]
 
     def test_names_of_any_text(self, backend: Backend, connect_again: Connect) -> None:
         numbers = {name: made(backend, name) for name in ODD_NAMES}
@@ -160,7 +160,7 @@ class BackendContract:
         (other,) = backend.sessions.draw(1)
         assert backend.sessions.create(NewSession(other, "one", None, b"another", nodes(1, 3))) == "taken"
         assert backend.sessions.look(other) is None
-        assert backend.nodes.read(other, [1, 2, 3]) == [None] * 3
+        assert list(backend.nodes.read(other, [1, 2, 3])) == [None] * 3
         assert looked(backend, number) == before
 
     def test_a_session_that_is_gone_frees_its_name_and_stays(self, backend: Backend) -> None:
@@ -171,7 +171,7 @@ class BackendContract:
         assert list(backend.sessions.all()) == [(number, True)]
         look = looked(backend, number)
         assert (look.gone, look.version, look.drops, look.refs) == (True, 4, 1, {b"d": b"dropped"})
-        assert backend.nodes.read(number, [1, 2]) == [b"record 1", b"record 2"]
+        assert list(backend.nodes.read(number, [1, 2])) == [b"record 1", b"record 2"]
         again = made(backend, "one")
         assert backend.sessions.find("one") == again
         commit(backend, Change(number, 4, 5, drops=True))  # it may take effect or not
@@ -198,7 +198,7 @@ class BackendContract:
             assert backend.sessions.create(new) == "dropped"
             assert backend.sessions.find("late") is None
             assert backend.sessions.look(number) is None
-            assert backend.nodes.read(number, [1]) == [None]
+            assert list(backend.nodes.read(number, [1])) == [None]
         assert [fork for fork, _, _ in backend.sessions.tips()] == [backend.sessions.find("in time")]
         assert backend.sessions.create(late._replace(tip_drops=1)) == "made"
 
@@ -223,7 +223,7 @@ class BackendContract:
             assert looked(each, number) == Look(
                 b"of one", 7, 1, 0, False, True, [row_of(ordinal) for ordinal in (1, 2, 3, 4)], refs
             )
-            assert each.nodes.read(number, [4, 3, 2]) == [b"record 4", b"record 3", b"record 2"]
+            assert list(each.nodes.read(number, [4, 3, 2])) == [b"record 4", b"record 3", b"record 2"]
 
     def test_a_change_for_another_version_does_nothing(self, backend: Backend) -> None:
         number = made(backend, "one", nodes(1, 1))
@@ -232,7 +232,7 @@ class BackendContract:
         for version in (0, 1, 3):
             assert not commit(backend, Change(number, version, version + 9, nodes(2, 3), {b"head": b"2", b"new": b"3"}, True, True))
             assert looked(backend, number) == before
-            assert backend.nodes.read(number, [2, 3]) == [None, None]
+            assert list(backend.nodes.read(number, [2, 3])) == [None, None]
             assert backend.sessions.find("one") == number
 
     def test_a_change_takes_effect_once(self, backend: Backend) -> None:
@@ -315,13 +315,13 @@ class BackendContract:
         assert commit(backend, Change(number, 0, 1, nodes(count + 1, count + 1)))
         assert looked(other, number, since_of(look)).nodes == [row_of(count + 1)]
         backwards = range(count + 2, 0, -1)
-        assert other.nodes.read(number, backwards) == [None, *(b"record %d" % ordinal for ordinal in backwards[1:])]
+        assert list(other.nodes.read(number, backwards)) == [None, *(b"record %d" % ordinal for ordinal in backwards[1:])]
 
     def test_reads_in_the_order_that_was_asked_for(self, backend: Backend) -> None:
         one, two = made(backend, "one", nodes(1, 5)), made(backend, "two", nodes(1, 2, b"of two"))
-        assert backend.nodes.read(one, []) == []
-        assert backend.nodes.read(one, (4, 1, 4, 99, 2)) == [b"record 4", b"record 1", b"record 4", None, b"record 2"]
-        assert backend.nodes.read(two, range(1, 4)) == [b"of two", b"of two", None]
+        assert list(backend.nodes.read(one, [])) == []
+        assert list(backend.nodes.read(one, (4, 1, 4, 99, 2))) == [b"record 4", b"record 1", b"record 4", None, b"record 2"]
+        assert list(backend.nodes.read(two, range(1, 4))) == [b"of two", b"of two", None]
 
     # Removals
 
@@ -333,9 +333,9 @@ class BackendContract:
         assert backend.sessions.remove(Removal(number, 1, [2, 5], [b"a", b"c"], 0))
         rows = [row_of(ordinal) for ordinal in (1, 3, 4)]
         assert looked(backend, number) == Look(b"of one", 1, 0, 1, False, True, rows, {b"b": b"2"})
-        assert backend.nodes.read(number, [1, 2, 3, 4, 5]) == [b"record 1", None, b"record 3", b"record 4", None]
+        assert list(backend.nodes.read(number, [1, 2, 3, 4, 5])) == [b"record 1", None, b"record 3", b"record 4", None]
         assert looked(backend, other) == beside
-        assert backend.nodes.read(other, [2]) == [b"record 2"]
+        assert list(backend.nodes.read(other, [2])) == [b"record 2"]
 
     def test_a_removal_is_refused_where_something_changed(self, backend: Backend) -> None:
         number = made(backend, "one", nodes(1, 3))
@@ -353,7 +353,7 @@ class BackendContract:
         ):
             assert not backend.sessions.remove(wrong)
             assert looked(backend, number) == before
-            assert backend.nodes.read(number, [2, 3]) == [b"record 2", b"record 3"]
+            assert list(backend.nodes.read(number, [2, 3])) == [b"record 2", b"record 3"]
         assert commit(backend, Change(fork, 0, 1, drops=True, gone=True))
         assert not backend.sessions.remove(right._replace(forks=0))  # the fork is gone, but it is there
         assert backend.sessions.remove(Removal(fork, 1, [], [], 0, whole=True))
@@ -368,7 +368,7 @@ class BackendContract:
         assert backend.sessions.remove(Removal(number, 1, [1, 2], [b"a"], 0, whole=True))
         assert backend.sessions.look(number) is None
         assert backend.sessions.look(number, (0, 0, 1)) is None
-        assert backend.nodes.read(number, [1, 2]) == [None, None]
+        assert list(backend.nodes.read(number, [1, 2])) == [None, None]
         assert sorted(backend.sessions.all()) == [(below, False), (other, False)]
         assert list(backend.sessions.tips()) == []
         assert not commit(backend, Change(number, 1, 2))
@@ -377,7 +377,7 @@ class BackendContract:
         number = made(backend, "one", nodes(1, 3))
         assert backend.sessions.remove(Removal(number, 0, [2, 3], [], 0))
         assert commit(backend, Change(number, 0, 1, [node(2, b"another")]))
-        assert backend.nodes.read(number, [1, 2, 3]) == [b"record 1", b"another", None]
+        assert list(backend.nodes.read(number, [1, 2, 3])) == [b"record 1", b"another", None]
 
     # Names of the whole store
 
@@ -453,7 +453,7 @@ class BackendContract:
 
         in_threads(4, write)
         assert [version for version, _ in sorted(won)] == list(range(20))
-        assert backend.nodes.read(number, range(1, 22)) == [*(b"of %d" % who for _, who in sorted(won)), None]
+        assert list(backend.nodes.read(number, range(1, 22))) == [*(b"of %d" % who for _, who in sorted(won)), None]
         assert looked(backend, number).refs == {b"who": b"%d" % sorted(won)[-1][1]}
 
     def test_threads_at_all_of_it(self, backend: Backend) -> None:
@@ -471,7 +471,7 @@ class BackendContract:
                     )
                     assert list(backend.sessions.commit([change])) == plain.commit([change])
                     assert looked(backend, number) == plain.look(number)
-                    assert backend.nodes.read(number, [version + 2, 1]) == plain.read(number, [version + 2, 1])
+                    assert list(backend.nodes.read(number, [version + 2, 1])) == plain.read(number, [version + 2, 1])
                 removal = Removal(number, 4, [3], [b"a"], 0)
                 assert backend.sessions.remove(removal) and plain.remove(removal)
                 assert looked(backend, number) == plain.look(number)
@@ -520,7 +520,7 @@ class BackendContract:
         won = processes(appended, connect, number, versions)
         assert sorted(version for each in won for version in each) == list(range(versions))
         winners = {version: b"process %d" % who for who, each in enumerate(won) for version in each}
-        assert backend.nodes.read(number, range(1, versions + 1)) == [winners[version] for version in range(versions)]
+        assert list(backend.nodes.read(number, range(1, versions + 1))) == [winners[version] for version in range(versions)]
 
     def test_of_processes_that_make_a_session_of_one_name_one_does(
         self, backend: Backend, connect: Connect, processes: Processes
@@ -578,7 +578,7 @@ class BackendContract:
         for each, other in ((red, of_blue), (blue, of_red), (red, of_none)):
             before = looked(backend, other)
             assert each.sessions.look(other) is None
-            assert each.nodes.read(other, [1]) == [None]
+            assert list(each.nodes.read(other, [1])) == [None]
             assert not commit(each, Change(other, 0, 1, nodes(5, 5), {b"a": b"1"}))
             assert not each.sessions.remove(Removal(other, 0, [1], [], 0))
             (number,) = each.sessions.draw(1)

@@ -224,7 +224,7 @@ class Histories(RuleBasedStateMachine):
         for name in range(6):
             assert backend.sessions.find(f"history {self.called}, {name}") == self.plain.find(f"history {self.called}, {name}")
         for number in self.numbers:
-            assert backend.nodes.read(number, range(1, 12)) == self.plain.read(number, range(1, 12))
+            assert list(backend.nodes.read(number, range(1, 12))) == self.plain.read(number, range(1, 12))
 
     def teardown(self) -> None:
         self.everything()

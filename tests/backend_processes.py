@@ -39,7 +39,7 @@ def created(connect: Connect, names: Sequence[str], who: bytes) -> list[str]:
         (number,) = backend.sessions.draw(1)
         outcome = backend.sessions.create(NewSession(number, name, None, who, [node(1, who)]))
         assert outcome in ("made", "taken")
-        assert backend.nodes.read(number, [1]) == [who if outcome == "made" else None]
+        assert list(backend.nodes.read(number, [1])) == [who if outcome == "made" else None]
         if outcome == "made":
             mine.append(name)
     backend.close()

@@ -1443,7 +1443,7 @@ def test_c64_a_reply_that_would_be_tokenised_otherwise(tokenizer: Any, seed: int
     assert recorded.reused_tokens == first
     assert recorded.fork is not None
     assert recorded.fork[:2] == (first, "token")
-    assert recorded.fork[3:] == (ids[first], retokenised[first])
+    assert recorded.fork[3:5] == (ids[first], retokenised[first])
     assert node.input_ids().tolist() == ids
     assert session.node(node.id) is node
     assert [one.token_ids.tolist() for one in node.path()[2::2]] == sampled

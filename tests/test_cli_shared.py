@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shlex
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -461,7 +461,7 @@ def test_nodes_that_are_removed_while_they_are_read_are_no_damage(sound: Path) -
 
         done = False
 
-        def read(self, number: int, ordinals: Sequence[int], *, fresh: bool = False) -> Sequence[bytes | None]:
+        def read(self, number: int, ordinals: Sequence[int], *, fresh: bool = False) -> Iterable[bytes | None]:
             if not self.done:
                 self.done = True
                 with SessionStore.connect(SQLITE) as other:

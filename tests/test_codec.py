@@ -43,13 +43,18 @@ from sessiontree.codec import (
     check_root,
     check_runs,
     decode,
+    digest_of_key,
     encode,
     encode_node,
     entry_of,
+    heads_of,
     key_digest,
     name_digest,
+    renumbered,
+    text_turn,
 )
 from sessiontree.details import Details
+from sessiontree.digest import content_prefix, node_id
 from sessiontree.errors import LimitExceeded, Unsupported
 from sessiontree.frozen import MAX_DEPTH, freeze_metadata
 from sessiontree.index import Limits
@@ -68,6 +73,7 @@ from sessiontree.positions.runs import (
     is_external,
     packed,
 )
+from sessiontree.turns import Turn
 from tests import histories, toy
 from tests.test_pickling import METADATA, sample
 from tests.test_tree import text_tree
@@ -75,6 +81,8 @@ from tests.test_tree import text_tree
 SOAK = os.environ.get("SESSIONTREE_SOAK") == "1"
 MUTATIONS: Final = 1_000_000 if SOAK else 20_000
 HEAD_BYTES: Final = 61
+TEXT: Final = scheme("text@hf5")
+KEY, ORIGIN, ROLE, TOKENS, RUNS, STATE, REPLAYED, MEDIA, DETAILS = range(9)
 
 
 def exact(value: Any) -> Any:
@@ -587,6 +595,176 @@ def refused(data: bytes) -> bool:
     return False
 
 
+def head_of(data: bytes) -> bytes:
+    """What an index that was made of a record says it begins with."""
+    entry = entry_of(data)
+    kinds = [("kind", "u1"), ("session", "<u4"), ("ordinal", "<u4"), ("parent", "<u4"), ("id", "V32"), ("key", "<u8")]
+    (head,) = heads_of(np.array([(*entry[:4], np.void(entry.id), entry.key)], kinds))
+    assert len(head) == HEAD_BYTES
+    return head
+
+
+def short_way(data: bytes, parent_id: bytes, start: int) -> bool:
+    """Whether a record is read the short way, which reads what the long way reads and lets nothing pass that it does not."""
+    try:
+        head = head_of(data)
+    except (CorruptTree, IncompatibleStore):
+        return False
+    read = text_turn(data, head, parent_id, start)
+    if read is None:
+        return False
+    turn, details = read
+    record = decode(data)
+    assert isinstance(record, NodeRecord) and data.startswith(head)
+    check_digest(record, parent_id)
+    check_positions(record, start, TEXT)
+    assert (type(turn), type(turn.state), type(details)) == (Turn, PositionState, Details)
+    assert exact((turn._replace(data=bytes(turn.data)), details)) == exact((record.turn, record.details))
+    return True
+
+
+def signed(data: bytes, parent_id: bytes) -> bytes:
+    """A record that has the id of its content, so that nothing but what else is wrong with it can be found."""
+    with suppress(Exception):
+        key, by, role, tokens, *_ = msgpack.unpackb(data[HEAD_BYTES:])
+        identity = node_id(parent_id, content_prefix(("input", "generated")[by], role, key), tokens)
+        digest = digest_of_key(key) if key is not None else 0
+        return data[:20] + identity + data[52:53] + struct.pack(">Q", digest) + data[HEAD_BYTES:]
+    return data
+
+
+def test_most_nodes_of_text_are_read_the_short_way() -> None:
+    session = SessionStore.in_memory().create("s", scheme=TEXT)
+    node, plain = session.root, []
+    for count in (1, 20, 63, 64, 1000, 16_000):
+        for key in (None, "", f"key ä {count}"):
+            node = session.append(node, np.full(count, 2**31 - 1), role="ü" if key else "user", key=key)
+            plain.append(node)
+        for reason in ("stop", "length", "tool_calls"):
+            with session.draft(node) as draft:
+                draft.extend(range(count))
+                node = draft.commit(reason)
+            plain.append(node)
+    plain.append(session.append(node, []))
+    assert plain[-1].state.next_position > 2**16
+    for at, one in enumerate(plain, 1):
+        assert one.parent is not None
+        data = encode_node(7, at, at - 1, one)
+        assert short_way(data, one.parent.id, one.start)
+        for cut in (0, HEAD_BYTES, HEAD_BYTES + 3, len(data) - 1):
+            assert text_turn(data[:cut], head_of(data), one.parent.id, one.start) is None
+        for wrong in (
+            (data + b"\xc0", one.parent.id, one.start),
+            (data, bytes(32), one.start),
+            (data, one.parent.id, one.start + 1),
+        ):
+            assert text_turn(wrong[0], head_of(data), *wrong[1:]) is None
+        unlike = data[:53] + struct.pack(">Q", 5) + data[HEAD_BYTES:]  # another key's digest
+        assert text_turn(unlike, head_of(unlike), one.parent.id, one.start) is None
+        other = renumbered(data, 7, at + 1, at)
+        assert text_turn(other, head_of(data), one.parent.id, one.start) is None
+    noted, ended = session.append(node, [1], metadata={"a": 1}), session.append(node, bytes(4 * 2**16))
+    for one in (noted, ended):
+        assert text_turn(encode_node(7, 2, 1, one), head_of(encode_node(7, 2, 1, one)), node.id, one.start) is None
+
+
+#: Of a record of text, by what a field is replaced, as bytes of msgpack; all but the first have the digest of what they hold.
+LAX: Final[dict[str, tuple[int, bytes]]] = {
+    "another role": (ROLE, b"\xa4USER"),
+    "a role of bytes": (ROLE, b"\xc4\x04user"),
+    "a role in another length": (ROLE, b"\xd9\x04user"),
+    "a role of a number": (ROLE, b"\x05"),
+    "an origin of bool": (ORIGIN, b"\xc2"),
+    "an origin below": (ORIGIN, b"\xff"),
+    "an origin of no kind": (ORIGIN, b"\x02"),
+    "an origin of float": (ORIGIN, b"\xcb" + bytes(8)),
+    "an origin in another length": (ORIGIN, b"\xcc\0"),
+    "a key of bytes": (KEY, b"\xc4\x01k"),
+    "a key in another length": (KEY, b"\xd9\x01k"),
+    "tokens of text": (TOKENS, b"\xa8" + bytes(8)),
+    "tokens below 0": (TOKENS, b"\xc4\x08" + b"\0\0\0\x80" * 2),
+    "the last token below 0": (TOKENS, b"\xc4\x08" + bytes(7) + b"\xff"),
+    "half a token": (TOKENS, b"\xc4\x09" + bytes(9)),
+    "tokens in another length": (TOKENS, b"\xc5\0\x08" + bytes(8)),
+    "a base of bool": (RUNS, b"\xc3"),
+    "a base of float": (RUNS, b"\xcb" + bytes(8)),
+    "a base of 32-bit float": (RUNS, b"\xca" + bytes(4)),
+    "a base too far": (RUNS, b"\xcf\0\x40" + bytes(6)),
+    "a base too far below": (RUNS, b"\xd3\x80" + bytes(7)),
+    "a base in another length": (RUNS, b"\xcc\0"),
+    "a base in the same length": (RUNS, b"\xd1\x01\0"),
+    "runs of bytes": (RUNS, b"\xc4\x01\x90"),
+    "a state of 4": (STATE, b"\x94\x02\x02\x01\x90"),
+    "a state of 6": (STATE, b"\x96\x02\x02\x01\x90\x90\x90"),
+    "a count of float": (STATE, b"\x95\xcb\x40" + bytes(7) + b"\x02\x01\x90\x90"),
+    "a count of others": (STATE, b"\x95\x03\x02\x01\x90\x90"),
+    "a count in another length": (STATE, b"\x95\xcc\x02\x02\x01\x90\x90"),
+    "a position of float": (STATE, b"\x95\x02\xcb\x40" + bytes(7) + b"\x01\x90\x90"),
+    "a position of bool": (STATE, b"\x95\x02\xc3\0\x90\x90"),
+    "a greatest position of bool": (STATE, b"\x95\x02\x02\xc3\x90\x90"),
+    "a greatest position past the next": (STATE, b"\x95\x02\x02\x02\x90\x90"),
+    "a greatest position below": (STATE, b"\x95\x02\x02\xfe\x90\x90"),
+    "a position too far": (STATE, b"\x95\x02\xcf\0\x40" + bytes(6) + b"\x01\x90\x90"),
+    "an open block": (STATE, b"\x95\x02\x02\x01\x91\xc0\x90"),
+    "carrying a number": (STATE, b"\x95\x02\x02\x01\x90\x91\x01"),
+    "carrying in another length": (STATE, b"\x95\x02\x02\x01\x90\xdc\0\0"),
+    "replayed otherwise": (REPLAYED, b"\x92\0\x95\x02\x03\x02\x90\x90"),
+    "replayed as false": (REPLAYED, b"\xc2"),
+    "media of nothing": (MEDIA, b"\xc0"),
+    "media of an item": (MEDIA, b"\x91\xc0"),
+    "details of nothing": (DETAILS, b"\x94\xc0\xc0\xc0\x90"),
+    "details as false": (DETAILS, b"\xc2"),
+    "another reason": (DETAILS, b"\x94\xc0\xa5other\xa4keep\x90"),
+    "a reason of bytes": (DETAILS, b"\x94\xc0\xc4\x04stop\xa4keep\x90"),
+    "a reason in another length": (DETAILS, b"\x94\xc0\xd9\x04stop\xa4keep\x90"),
+    "something behind": (DETAILS, b"\xc0\xc0"),
+}
+
+
+def text_fields() -> tuple[bytes, list[bytes], bytes]:
+    """The head of a record of text, the fields of its body as bytes of msgpack, and the id of its parent."""
+    session = SessionStore.in_memory().create("s", scheme=TEXT)
+    data = encode_node(1, 1, 0, session.append(session.root, [0, 0]))
+    return data[:HEAD_BYTES], [msgpack.packb(field) for field in msgpack.unpackb(data[HEAD_BYTES:])], session.root.id
+
+
+@pytest.mark.parametrize("name", LAX)
+def test_the_short_way_is_as_strict(name: str) -> None:
+    head, fields, root = text_fields()
+    assert signed(head[:20] + bytes(41) + b"\x99" + b"".join(fields), root)[20:52] == head[20:52]
+    assert short_way(head + b"\x99" + b"".join(fields), root, 0)
+    number, value = LAX[name]
+    for count in (b"\x99", b"\xdc\0\x09"):
+        changed = [value if at == number else field for at, field in enumerate(fields)]
+        data = head + count + b"".join(changed)
+        for _ in range(2):  # what was seen before is kept
+            assert not short_way(data, root, 0) or name == "another reason"
+            assert not short_way(signed(data, root), root, 0) or (name == "another role" and count == b"\x99")
+        assert short_way(head + b"\x99" + b"".join(fields), root, 0)
+    assert not short_way(head + b"\x98" + b"".join(fields[:-1]), root, 0)
+    assert not short_way(head + b"\x9a" + b"".join([*fields, b"\xc0"]), root, 0)
+    for session, ordinal, parent in ((NONE, 1, 0), (1, 1, 1), (1, 1, 2), (1, NONE, 0)):
+        assert not short_way(renumbered(head + b"\x99" + b"".join(fields), session, ordinal, parent), root, 0)
+
+
+def test_mutated_records_the_short_way() -> None:
+    """As above, with the digest of what they hold: nothing else is left to find what is wrong."""
+    session = SessionStore.in_memory().create("s", scheme=TEXT)
+    root, nodes = session.root, []
+    for role, key in itertools.product(("user", "assistant"), (None, "k")):
+        nodes.append(session.append(root, [0, 300, 2**31 - 1], role=role, key=key and key + role))
+        with session.draft(root, key=key and key + role + "!") as draft:
+            draft.extend([1, 2])
+            nodes.append(draft.commit("stop"))
+    corpus = [encode_node(1, 1, 0, node) for node in nodes]
+    assert all(short_way(data, root.id, 0) for data in corpus)
+    rng = random.Random(2)
+    passed = sum(
+        short_way(signed(mutated(rng, rng.choice(corpus), rng.choice(corpus)), root.id), root.id, 0) for _ in range(MUTATIONS)
+    )
+    assert 0 < passed < MUTATIONS // 2
+
+
 def mutated(rng: random.Random, data: bytes, other: bytes) -> bytes:
     made = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
@@ -641,7 +819,6 @@ def with_body(data: bytes, *path: int, value: Any) -> bytes:
     return made
 
 
-KEY, ORIGIN, ROLE, TOKENS, RUNS, STATE, REPLAYED, MEDIA, DETAILS = range(9)
 IMAGE_FIELDS: Final = ["image", bytes(32), [[3, 4]], [1, 4, 4], None, None, [], 0, False]
 DAMAGED: Final[dict[str, tuple[tuple[int, ...], Any]]] = {
     "a key of bytes": ((KEY,), b"k"),

@@ -212,6 +212,22 @@ def test_how_most_generations_end_is_counted_for_none_of_them() -> None:
     assert memory.node_bytes(other) - memory.node_bytes(usual) >= sys.getsizeof(other._details)
 
 
+def test_what_a_node_takes_is_what_its_parts_take() -> None:
+    """Each number once, whatever else is the same one."""
+    session = SessionStore.in_memory().create("one", scheme="text@hf5")
+    node = session.root
+    for count in (1, 300, 1, *[5] * 300):
+        node = session.append(node, ids(count), role="user")
+    path = node.path()[1:]
+    for node in path:
+        assert isinstance(node.runs, int)
+        numbers = {id(number): number for number in (node.stop, node.depth, node.runs, *node.state[1:3]) if number > 256}
+        parts = [node, node._up, node.id, node.state, *numbers.values()]
+        expected = sum(map(sys.getsizeof, parts)) + (0 if node._up.block is None else sys.getsizeof(node._up.block))
+        shared = node.runs > 256 and any(node.runs is number for number in (node.stop, node.depth, *node.state[1:3]))
+        assert memory.node_bytes(node) == expected + shared * memory.INT_BYTES
+
+
 def test_the_path_of_a_fork_is_counted_when_its_session_is_gone() -> None:
     store = SessionStore.in_memory()
     session = store.create("one", scheme="text@hf5")

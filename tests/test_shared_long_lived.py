@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from linecache import getline
 from pathlib import Path
@@ -18,6 +21,7 @@ import sqlite_backend
 from sessiontree import OutOfRange, Session, SessionStore, SessionTreeError, StaleSession, Unsupported
 from sessiontree.backends import shared_log
 from sessiontree.errors import StoreFailed
+from sessiontree.journal import waits_handed_over
 
 
 @pytest.fixture
@@ -77,6 +81,13 @@ def test_forked_children_are_others_to_each_other(postgres_url: str) -> None:
         assert set(store.sessions()) == {"chat", "one", "two"}
 
 
+def until(there: Callable[[], bool]) -> None:
+    by = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < by
+        time.sleep(0.0005)
+
+
 class Interrupt(BaseException):
     """As Ctrl-C is."""
 
@@ -120,6 +131,72 @@ def test_an_interrupt_at_any_line_of_a_write_leaves_a_store_that_goes_on(connect
         at += 1
     assert at > 50
     store.close()  # waits for nothing that nobody writes
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_who_is_written_with_one_that_is_interrupted_is_written_once(
+    connect: Callable[[], SessionStore], monkeypatch: pytest.MonkeyPatch, done: bool
+) -> None:
+    store = connect()
+    chats = [store.create(f"chat-{at}", scheme="text@hf5") for at in range(3)]
+    sessions: Any = store._journal._log.backend.sessions  # type: ignore[union-attr]
+    commit = sessions.commit
+
+    def interrupt(changes: Any) -> Any:
+        monkeypatch.undo()
+        if done:
+            commit(changes)
+        raise Interrupt
+
+    with waits_handed_over() as waits:
+        node = chats[0].append(chats[0].root, [1])
+        chats[1].append(chats[1].root, [2], head="main")
+    monkeypatch.setattr(sessions, "commit", interrupt)
+    with pytest.raises(Interrupt):
+        chats[2].append(chats[2].root, [3])
+    waits[0].settle()
+    with pytest.raises(StoreFailed, match="interrupted"):  # its head may be there, and whose it is nobody knows
+        waits[1].settle()
+    assert chats[0].tree.node(node.id).token_ids.tolist() == [1]
+    assert chats[2].append(chats[2].root, [3]).token_ids.tolist() == [3]
+    assert chats[1].append(chats[1].root, [2], head="main").id == chats[1].heads["main"].id
+    other = connect()
+    assert [len(other.get(chat.id).tree) for chat in chats] == [2, 2, 2]
+
+
+def test_an_interrupt_at_any_line_of_a_wait_strands_nobody(
+    connect: Callable[[], SessionStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = connect()
+    first, second, third = (store.create(f"chat-{at}", scheme="text@hf5") for at in range(3))
+    log: Any = store._journal._log  # type: ignore[union-attr]
+    commit = log.backend.sessions.commit
+    held = threading.Event()
+
+    def hold(changes: Any) -> Any:
+        held.wait()
+        return commit(changes)
+
+    def sleeps(chat: Session) -> bool:
+        return any(write.gates for write in list(log._line.values()) if write.known.number == chat._number)
+
+    monkeypatch.setattr(log.backend.sessions, "commit", hold)
+    at, more = 1, True
+    with ThreadPoolExecutor(3) as pool:
+        while more:
+            held.clear()
+            leads = pool.submit(first.append, first.root, [at])
+            until(lambda: log._leader is not None)
+            stopped = pool.submit(interrupted, lambda at=at: second.append(second.root, [at]), at)  # type: ignore[misc]
+            until(lambda: stopped.done() or sleeps(second))  # noqa: B023
+            waits = pool.submit(third.append, third.root, [at])
+            until(lambda: sleeps(third))
+            held.set()
+            more = stopped.result(60)
+            assert [each.result(60).token_ids.tolist() for each in (leads, waits)] == [[at], [at]]
+            assert second.append(second.root, [at]).token_ids.tolist() == [at]
+            at += 1
+    assert at > 50
 
 
 def test_what_nobody_has_in_hand_takes_no_memory_for_ever(connect: Callable[[], SessionStore]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class CountedNodes:
         self.inner = backend.nodes
         self.reads: list[Sequence[int]] = []
 
-    def read(self, session: int, ordinals: Sequence[int], *, fresh: bool = False) -> Sequence[bytes | None]:
+    def read(self, session: int, ordinals: Sequence[int], *, fresh: bool = False) -> Iterable[bytes | None]:
         self.reads.append(ordinals)
         return self.inner.read(session, ordinals, fresh=fresh)
 
@@ -169,6 +169,22 @@ def test_an_append_behind_anything_succeeds_and_a_stale_head_does_not_move(place
     assert shown(here) == [(1,), (1, 2), (1, 3)]
     there.refresh()
     assert shown(there) == shown(here)
+
+
+def test_a_head_that_moves_with_a_turn_is_there_for_all(place: Place) -> None:
+    one, two = place.store(), place.store()
+    here = one.create("s", scheme=SCHEME)
+    first = here.append(here.root, [1], head="main")
+    second = here.append(first, [2], head="main", expected=first)
+    there = two.get("s")
+    found = there.head("main")
+    assert (found.node.id, found.version) == (second.id, here.head("main").version) == (second.id, 2)
+    with pytest.raises(HeadMoved):
+        here.append(second, [3], head="main", expected=first)
+    there.append(second.id, [4], head="main", expected=found)
+    with pytest.raises(HeadMoved):
+        here.append(second, [5], head="main", expected=second)
+    assert shown(here) == [(1,), (1, 2), (1, 2, 4)]
 
 
 def test_threads_and_stores_write_to_one_session_at_once(place: Place) -> None:
@@ -578,7 +594,7 @@ def test_a_record_that_is_not_what_was_written_is_told_of(place: Place) -> None:
     flipped = record[:-30] + bytes([record[-30] ^ 1]) + record[-29:]
 
     class Damaged:
-        def read(self, session: int, ordinals: Sequence[int], *, fresh: bool = False) -> Sequence[bytes | None]:
+        def read(self, session: int, ordinals: Sequence[int], *, fresh: bool = False) -> Iterable[bytes | None]:
             return [flipped for _ in ordinals]
 
     with SessionStore.connect(backend._replace(nodes=Damaged())) as two, pytest.raises(CorruptTree):
@@ -594,10 +610,12 @@ def test_a_copy_that_lags_gives_no_node_for_another(place: Place) -> None:
     old = {ordinal: record for ordinal, record in zip((1, 2), backend.nodes.read(1, [1, 2]), strict=True)}
     session.drop(gone)
     one.gc()
-    new = session.append(session.root, [3, 3, 3])
+    again = place.store().get("s")  # which knows of no second node
+    new = again.append(again.root, [3, 3, 3])
+    assert list(backend.nodes.read(1, [2])) != [old[2]]
 
     class Lagging:
-        def read(self, number: int, ordinals: Sequence[int], *, fresh: bool = False) -> Sequence[bytes | None]:
+        def read(self, number: int, ordinals: Sequence[int], *, fresh: bool = False) -> Iterable[bytes | None]:
             return backend.nodes.read(number, ordinals) if fresh else [old.get(ordinal) for ordinal in ordinals]
 
     with SessionStore.connect(backend._replace(nodes=Lagging())) as two:
@@ -619,13 +637,13 @@ def test_any_bit_of_a_path_that_flips_is_damage_that_names_its_node(place: Place
         backend: Backend
         at: int
 
-        def read(self, number: int, ordinals: Sequence[int], *, fresh: bool = False) -> Sequence[bytes | None]:
+        def read(self, number: int, ordinals: Sequence[int], *, fresh: bool = False) -> Iterable[bytes | None]:
             records = [bytearray(record or b"") for record in self.backend.nodes.read(number, ordinals)]
             for record in records[1:2]:
                 record[self.at] ^= 1
             return list(map(bytes, records))
 
-    record = backend.nodes.read(1, [2])[0]
+    (record,) = backend.nodes.read(1, [2])
     assert record is not None and b"aaaa" in record
     for at in (record.index(b"aaaa"), len(record) - 1):
         other = place.backend()

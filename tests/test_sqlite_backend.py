@@ -69,7 +69,7 @@ class TestSqlite(BackendContract):
         with pytest.raises(StoreFailed, match="full"):
             backend.sessions.commit(changes)
         assert [looked(backend, number).version for number in (first, second)] == [0, 0]
-        assert backend.nodes.read(first, [1, 2]) == [None, None]
+        assert list(backend.nodes.read(first, [1, 2])) == [None, None]
         assert commit(backend, changes[0])
 
     def test_a_file_of_something_else_is_refused(self, tmp_path: Path) -> None:

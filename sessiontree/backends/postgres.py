@@ -10,7 +10,7 @@ the replica does not have.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from struct import Struct
 from typing import Final, Literal
 from uuid import UUID
@@ -24,8 +24,12 @@ from sessiontree.backends.postgres_statements import (
     CHANGE,
     CHANGES,
     CREATE,
+    INT4,
+    INT4S,
+    INT8,
     REMOVE,
     SET_NAME,
+    Statement,
     byteas,
     columns,
     int4,
@@ -49,20 +53,29 @@ SELECT s.record, s.version, s.drops, s.removals, s.gone, s.removals = %b,
     ARRAY(SELECT r.name FROM {_NEWER} ORDER BY r.name), ARRAY(SELECT r.record FROM {_NEWER} ORDER BY r.name)
 FROM sessiontree.sessions s WHERE s.number = %b AND sessiontree.sees(s.tenant)
 """
-#: A record's head is looked up by its key, whatever the server thinks of tables that have grown since it last counted their rows.
+#: A record's body is looked up by its key, whatever the server thinks of tables that have grown since it last counted their rows.
 _RECORD: Final = """
-coalesce((SELECT n.head FROM sessiontree.nodes n WHERE n.session = b.session AND n.ordinal = b.ordinal) || b.body, b.body)
+coalesce(
+    (SELECT coalesce(n.head || b.body, b.body) FROM sessiontree.bodies b WHERE b.session = n.session AND b.ordinal = n.ordinal),
+    sessiontree.beginning(n.session, n.ordinal, n.parent, n.id, n.key) || n.head
+)
 """
-_SEEN: Final = "EXISTS (SELECT FROM sessiontree.sessions s WHERE s.number = %b AND sessiontree.sees(s.tenant))"
+_SEEN: Final = "EXISTS (SELECT FROM sessiontree.sessions s WHERE s.number = $1 AND sessiontree.sees(s.tenant))"
 #: A run of nodes, as a path without branches is: a quarter less work than to look each up.
-_RUN: Final = f"""
-SELECT b.ordinal, {_RECORD} FROM sessiontree.bodies b
-WHERE {_SEEN} AND b.session = %b AND b.ordinal BETWEEN %b AND %b
-"""
-_THESE: Final = f"""
-SELECT wanted.ordinal, (SELECT {_RECORD} FROM sessiontree.bodies b WHERE b.session = %b AND b.ordinal = wanted.ordinal)
-FROM unnest(%b::integer[]) AS wanted(ordinal) WHERE {_SEEN}
-"""
+_RUN: Final = Statement(
+    f"""
+SELECT n.ordinal, {_RECORD} FROM sessiontree.nodes n
+WHERE {_SEEN} AND n.session = $1 AND n.ordinal BETWEEN $2 AND $3
+""",
+    (INT8, INT4, INT4),
+)
+_THESE: Final = Statement(
+    f"""
+SELECT wanted.ordinal, (SELECT {_RECORD} FROM sessiontree.nodes n WHERE n.session = $1 AND n.ordinal = wanted.ordinal)
+FROM unnest($2) AS wanted(ordinal) WHERE {_SEEN}
+""",
+    (INT8, INT4S),
+)
 
 
 class PostgresSessions:
@@ -90,7 +103,7 @@ class PostgresSessions:
             None if session is None else int8(session),
             None if ordinal is None else int4(ordinal),
             int4(new.tip_drops),
-            *columns(new.nodes),
+            *columns([(new.number, node) for node in new.nodes]),
         )
         return self._other.write(f"create session {new.name!r}", CREATE, values)  # type: ignore[return-value]
 
@@ -175,28 +188,42 @@ class PostgresNodes:
         self._replica = replica
         self._rests_until = 0.0  # the replica, which has failed
 
-    def read(self, session: int, ordinals: Sequence[int], *, fresh: bool = False) -> Sequence[bytes | None]:
+    def read(self, session: int, ordinals: Sequence[int], *, fresh: bool = False) -> Iterator[bytes | None]:
         found: dict[int, bytes] = {}
-        if self._replica is not None and not fresh and time.monotonic() >= self._rests_until:
+        given = 0
+        for server in self._asked(fresh):
+            missing = {ordinal for ordinal in ordinals[given:] if ordinal not in found}
             try:
-                found = _read(self._replica, session, ordinals)
+                for records in _read(server, session, missing):
+                    found.update(records)
+                    while given < len(ordinals) and ordinals[given] in found:
+                        given += 1
+                        yield found[ordinals[given - 1]]
             except (StoreFailed, IncompatibleStore):
+                if server is self._primary:
+                    raise
                 self._rests_until = time.monotonic() + _REST
-        missing = [ordinal for ordinal in ordinals if ordinal not in found]
-        if missing:
-            found |= _read(self._primary, session, missing)
-        return [found.get(ordinal) for ordinal in ordinals]
+        for ordinal in ordinals[given:]:
+            yield found.get(ordinal)
+
+    def _asked(self, fresh: bool) -> Iterator[Server]:
+        """One after the other, for what is missing still."""
+        if self._replica is not None and not fresh and time.monotonic() >= self._rests_until:
+            yield self._replica
+        yield self._primary
 
 
-def _read(server: Server, session: int, ordinals: Sequence[int]) -> dict[int, bytes]:
-    number, wanted = Int8(session), sorted(set(ordinals))
-    if not wanted:
-        return {}
-    if wanted[-1] - wanted[0] < len(wanted):
-        rows = server.rows(f"read session {session}", _RUN, (number, number, Int4(wanted[0]), Int4(wanted[-1])))
-    else:
-        rows = server.rows(f"read session {session}", _THESE, (number, wanted, number))
-    return {ordinal: record for ordinal, record in rows if record is not None}
+def _read(server: Server, session: int, ordinals: Collection[int]) -> Iterator[Iterator[tuple[int, bytes]]]:
+    """Those that are there, as they come: some after the other."""
+    if not ordinals:
+        return
+    first, last = min(ordinals), max(ordinals)
+    statement, values = _THESE, [int8(session), int4s(ordinals)]
+    if last - first < len(ordinals):
+        statement, values = _RUN, [int8(session), int4(first), int4(last)]
+    for numbers, records in server.columns(f"read session {session}", statement, values):
+        found = zip(numbers, records, strict=True)
+        yield ((int.from_bytes(number), record) for number, record in found if number is not None and record is not None)
 
 
 def scope_of(tenant: str | None) -> UUID:

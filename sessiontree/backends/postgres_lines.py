@@ -16,10 +16,11 @@ from threading import BoundedSemaphore
 from typing import Any, Final, NoReturn
 
 import psycopg
+from psycopg import capabilities
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.errors import error_from_result
-from psycopg.generators import execute
-from psycopg.pq import ExecStatus, TransactionStatus
+from psycopg.generators import execute, fetch, send
+from psycopg.pq import ExecStatus, Format, TransactionStatus
 
 from sessiontree.backends.postgres_statements import Statement, Value
 from sessiontree.errors import IncompatibleStore, StoreFailed
@@ -30,9 +31,12 @@ _logger = logging.getLogger("sessiontree.backends.postgres")
 VERSION: Final = 1  # of the tables
 _MIGRATION: Final = 0x7365_7373_7472_6565  # the advisory lock of who makes the tables
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 2.0  # seconds
+_CHUNK: Final = 64  # rows that are taken together while others come
+_IN_CHUNKS: Final = capabilities.has_stream_chunked()  # else psycopg has an older libpq, and all come together
 _READERS: Final = 4  # connections for all but writing
 #: Seconds without an answer of the peer's system after which a connection is lost, by keepalives and (ms) by data that wait.
 _KEEPALIVE: Final = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 20_000}
+_GIVEN: Final = (ExecStatus.TUPLES_OK, ExecStatus.TUPLES_CHUNK, ExecStatus.COMMAND_OK)
 _SETTINGS: Final = {
     "search_path": "sessiontree, pg_temp",
     "default_transaction_isolation": "read committed",
@@ -58,27 +62,56 @@ class Line(psycopg.Connection[tuple[Any, ...]]):
         super().__init__(*arguments, **options)
         self.patience = 60.0
         self._names: dict[str, bytes] = {}
+        self._asked: set[str] = set()
 
     def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
         return super().wait(gen, interval, self.patience if timeout is None else timeout)
 
     def ask(self, statement: Statement, values: Sequence[Value]) -> str:
         """The text that a statement returns, in one round trip once it is prepared: a cursor costs as much as the server does."""
+        self.pgconn.send_query_prepared(self._name_of(statement), values, [Format.BINARY] * len(values))
+        answer: bytes = self._answer().get_value(0, 0)
+        return answer.decode()
+
+    def columns(self, statement: Statement, values: Sequence[Value]) -> Iterator[list[list[Value]]]:
+        """The columns of what a statement gives, in binary, of some rows after the other as they come, in one round trip.
+
+        Each takes its memory from the one before. It is prepared when it is asked again.
+        """
+        formats = [Format.BINARY] * len(values)
+        if statement.text in self._asked:
+            self.pgconn.send_query_prepared(self._name_of(statement), values, formats, Format.BINARY)
+        else:
+            self._asked.add(statement.text)
+            self.pgconn.send_query_params(statement.text.encode(), values, statement.types, formats, Format.BINARY)
+        if _IN_CHUNKS:
+            self.pgconn.set_chunked_rows_mode(_CHUNK)
+        self.wait(send(self.pgconn))
+        while (result := self.wait(fetch(self.pgconn))) is not None:
+            value, rows = _given(result).get_value, range(result.ntuples)
+            yield [[value(row, column) for row in rows] for column in range(result.nfields)]
+
+    def _name_of(self, statement: Statement) -> bytes:
+        """By which it is prepared."""
         name = self._names.get(statement.text)
         if name is None:
             name = f"sessiontree_{len(self._names)}".encode()
             self.pgconn.send_prepare(name, statement.text.encode(), statement.types)
             self._answer()
             self._names[statement.text] = name
-        self.pgconn.send_query_prepared(name, values, [1] * len(values))
-        answer: bytes = self._answer().get_value(0, 0)
-        return answer.decode()
+        return name
 
     def _answer(self) -> Any:
         for result in self.wait(execute(self.pgconn)):
-            if result.status not in (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK):
-                raise error_from_result(result)
+            _given(result)
         return result
+
+
+def _given(result: Any) -> Any:
+    """The same, where it is no error; else that is raised."""
+    if result.status not in _GIVEN:
+        raise error_from_result(result)
+    return result
 
 
 def is_lost(error: psycopg.Error) -> bool:
@@ -200,6 +233,29 @@ class Server:
                 failure = error
                 if not self.may_pass(error):
                     break
+        self.fail(what, failure)
+
+    def columns(self, what: str, statement: Statement, values: Sequence[Value]) -> Iterator[list[list[Value]]]:
+        """What a statement that only reads gives, as :meth:`Line.columns`; what came may come again, where it is tried again.
+
+        While there is more to come, a connection is lent. Raises StoreFailed, IncompatibleStore.
+        """
+        for _ in attempts(self.seconds):
+            last = None
+            try:
+                with self.connection() as line:
+                    for some in line.columns(statement, values):
+                        if last is not None:
+                            yield last
+                        last = some
+            except psycopg.Error as error:
+                failure = error
+                if not self.may_pass(error):
+                    break
+            else:
+                if last is not None:
+                    yield last
+                return
         self.fail(what, failure)
 
     def prepare(self) -> None:

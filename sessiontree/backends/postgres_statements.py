@@ -18,14 +18,15 @@ from collections.abc import Iterable, Sequence
 from struct import Struct, pack
 from typing import Final, NamedTuple
 
+from sessiontree import codec
 from sessiontree.backends.shared import Change, NewNode
 
 BODY: Final = 4032  # bytes of a record's body of which two fill a page
-LONGEST_HEAD: Final = 1024  # how much longer a record may be that is cut there
+LONGEST_HEAD: Final = 1024  # bytes of what stands with a node's row
 NULL: Final = b"\xff\xff\xff\xff"
-_BOOL, _BYTEA, _INT8, _INT4, _UUID = 16, 17, 20, 23, 2950
-_BYTEAS, _INT4S, _INT8S = 1001, 1007, 1016
-_NODES: Final = _INT4S, _INT4S, _INT8S, _BYTEAS, _BYTEAS, _BYTEAS  # as columns gives them
+INT8, INT4, INT4S = 20, 23, 1007
+_BOOL, _BYTEA, _UUID, _BYTEAS, _INT8S = 16, 17, 2950, 1001, 1016
+_NODES: Final = INT4S, INT4S, _INT8S, _BYTEAS, _BYTEAS, _BYTEAS  # as columns gives them
 
 Value = bytes | None
 int4: Final = Struct(">i").pack
@@ -40,8 +41,7 @@ class Statement(NamedTuple):
 
 
 _MOVED: Final = """moved AS (
-    UPDATE sessiontree.writers w
-    SET batch = $2, moved = now(), outcome = coalesce((SELECT string_agg(h.number::text, ' ') FROM held h), '')
+    UPDATE sessiontree.writers w SET batch = $2, moved = now(), outcome = coalesce((SELECT {} FROM held h), '')
     WHERE w.writer = $1 AND w.batch = $2 - 1
     RETURNING w.outcome
 )
@@ -61,13 +61,13 @@ WITH held AS (
     SELECT h.number, $7, $8, $9, h.tenant, $10, $11 FROM held h WHERE $7 IS NOT NULL
 ), new_body AS (
     INSERT INTO sessiontree.bodies (session, ordinal, tenant, body)
-    SELECT h.number, $7, h.tenant, $12 FROM held h WHERE $7 IS NOT NULL
+    SELECT h.number, $7, h.tenant, $12 FROM held h WHERE $12 IS NOT NULL
 ), new_ref AS (
     INSERT INTO sessiontree.refs (session, version, tenant, name, record)
     SELECT h.number, h.version, h.tenant, $13, $14 FROM held h WHERE $13 IS NOT NULL
     {_UPSERT}
-), {_MOVED}""",
-    (_UUID, _INT8, _INT8, _INT8, _INT8, _INT4, _INT4, _INT4, _INT8, _BYTEA, _BYTEA, _BYTEA, _BYTEA, _BYTEA),
+), {_MOVED.format("h.number::text")}""",
+    (_UUID, INT8, INT8, INT8, INT8, INT4, INT4, INT4, INT8, _BYTEA, _BYTEA, _BYTEA, _BYTEA, _BYTEA),
 )
 
 #: Any changes. Its outcome names the sessions that were moved.
@@ -89,24 +89,24 @@ WITH changes AS MATERIALIZED (
 ), new_bodies AS (
     INSERT INTO sessiontree.bodies (session, ordinal, tenant, body)
     SELECT h.number, n.ordinal, h.tenant, n.body FROM unnest($7, $8, $13) AS n(session, ordinal, body)
-    JOIN held h ON h.number = n.session
+    JOIN held h ON h.number = n.session WHERE n.body IS NOT NULL
 ), new_refs AS (
     INSERT INTO sessiontree.refs (session, version, tenant, name, record)
     SELECT h.number, h.version, h.tenant, r.name, r.record FROM unnest($14, $15, $16) AS r(session, name, record)
     JOIN held h ON h.number = r.session
     {_UPSERT}
-), {_MOVED}""",
-    (_UUID, _INT8, _INT8S, _INT8S, _INT8S, _INT4S, _INT8S, *_NODES, _INT8S, _BYTEAS, _BYTEAS),
+), {_MOVED.format("string_agg(h.number::text, ' ')")}""",
+    (_UUID, INT8, _INT8S, _INT8S, _INT8S, INT4S, _INT8S, *_NODES, _INT8S, _BYTEAS, _BYTEAS),
 )
 
 
 def _function(name: str, *types: int) -> Statement:
-    every = (_UUID, _INT8, *types)
+    every = (_UUID, INT8, *types)
     return Statement(f"SELECT sessiontree.{name}({', '.join(f'${at}' for at in range(1, len(every) + 1))})", every)
 
 
-CREATE: Final = _function("create_session", _INT8, _BYTEA, _UUID, _BYTEA, _INT8, _INT4, _INT4, *_NODES)
-REMOVE: Final = _function("remove", _INT8, _INT8, _INT4S, _BYTEAS, _INT8, _BOOL)
+CREATE: Final = _function("create_session", INT8, _BYTEA, _UUID, _BYTEA, INT8, INT4, INT4, *_NODES)
+REMOVE: Final = _function("remove", INT8, INT8, INT4S, _BYTEAS, INT8, _BOOL)
 SET_NAME: Final = _function("set_name", _BYTEA, _UUID, _BYTEA, _BYTEA)
 
 
@@ -115,9 +115,9 @@ def one_change(change: Change) -> Sequence[Value] | None:
     if len(change.nodes) > 1 or len(change.refs) > 1:
         return None
     node: tuple[Value, ...] = None, None, None, None, None, None
-    for (ordinal, parent, identity, key), record in change.nodes:
-        head, body = cut(record)
-        node = int4(ordinal), int4(parent), _key(key), identity, head, body
+    for each in change.nodes:
+        ordinal, parent, identity, key = each.row
+        node = int4(ordinal), int4(parent), _key(key), identity, *cut(change.session, each)
     name, ref = next(iter(change.refs.items()), (None, None))
     return int8(change.session), int8(change.before), int8(change.after), int4(_marks(change)), *node, name, ref
 
@@ -132,30 +132,37 @@ def many_changes(changes: Sequence[Change]) -> Sequence[Value]:
         int8s(change.after for change in changes),
         int4s(_marks(change) for change in changes),
         int8s(session for session, _ in nodes),
-        *columns([node for _, node in nodes]),
+        *columns(nodes),
         int8s(session for session, _, _ in refs),
         byteas(name for _, name, _ in refs),
         byteas(record for _, _, record in refs),
     )
 
 
-def columns(nodes: Sequence[NewNode]) -> tuple[bytes, ...]:
-    """Nodes as arrays: ordinals, parents, keys, ids, heads, bodies."""
-    cuts = [cut(node.record) for node in nodes]
+def columns(nodes: Sequence[tuple[int, NewNode]]) -> tuple[bytes, ...]:
+    """Nodes, each with its session, as arrays: ordinals, parents, keys, ids, heads, bodies."""
+    cuts = [cut(*each) for each in nodes]
     return (
-        int4s(node.row.ordinal for node in nodes),
-        int4s(node.row.parent for node in nodes),
-        _array(_INT8, [_key(node.row.key) for node in nodes]),
-        byteas(node.row.id for node in nodes),
+        int4s(node.row.ordinal for _, node in nodes),
+        int4s(node.row.parent for _, node in nodes),
+        _array(INT8, [_key(node.row.key) for _, node in nodes]),
+        byteas(node.row.id for _, node in nodes),
         byteas(head for head, _ in cuts),
         byteas(body for _, body in cuts),
     )
 
 
-def cut(record: bytes) -> tuple[bytes | None, bytes]:
-    """A record's head, which may be None, and its body."""
+def cut(session: int, node: NewNode) -> tuple[bytes | None, bytes | None]:
+    """A record's head and its body, one of which may be None. Without a body, the head lacks what the row says already."""
+    (ordinal, parent, identity, key), record = node
     over = len(record) - BODY
-    return (record[:over], record[over:]) if 0 < over <= LONGEST_HEAD else (None, record)
+    if 0 < over <= LONGEST_HEAD:
+        return record[:over], record[over:]
+    if over <= 0:
+        beginning = codec.beginning_of_node(session, ordinal, parent, identity, key)
+        if len(record) <= len(beginning) + LONGEST_HEAD and record.startswith(beginning):
+            return record[len(beginning) :], None
+    return None, record
 
 
 def _marks(change: Change) -> int:
@@ -168,11 +175,11 @@ def _key(key: int) -> bytes | None:
 
 
 def int4s(values: Iterable[int]) -> bytes:
-    return _array(_INT4, [int4(value) for value in values])
+    return _array(INT4, [int4(value) for value in values])
 
 
 def int8s(values: Iterable[int]) -> bytes:
-    return _array(_INT8, [int8(value) for value in values])
+    return _array(INT8, [int8(value) for value in values])
 
 
 def byteas(values: Iterable[bytes | None]) -> bytes:

@@ -6,7 +6,7 @@ aliases nothing else would.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from struct import Struct
 from typing import Final, Literal
 
@@ -15,6 +15,7 @@ from sessiontree.backends.shared import Backend, Change, Look, NewNode, NewSessi
 from sessiontree.errors import CorruptTree
 
 _SEAL: Final = Struct("<I")
+_SOUND: Final = 0x2144DF1C  # the crc32 of anything that its own crc32 stands behind, and of nothing else
 
 
 def seal(record: bytes) -> bytes:
@@ -24,10 +25,9 @@ def seal(record: bytes) -> bytes:
 
 def unseal(sealed: bytes, what: str, *of: object) -> bytes:
     """The record. ``what``: what it is of, as a format of ``of``. Raises CorruptTree."""
-    record = sealed[: -_SEAL.size]
-    if sealed[-_SEAL.size :] != _SEAL.pack(checksum(record, 0)):
+    if checksum(sealed, 0) != _SOUND:
         raise CorruptTree(f"the record of {what.format(*of)} does not match its checksum")
-    return record
+    return sealed[: -_SEAL.size]
 
 
 def sealed(backend: Backend) -> Backend:
@@ -37,6 +37,12 @@ def sealed(backend: Backend) -> Backend:
 
 def _sealed_nodes(nodes: Sequence[NewNode]) -> list[NewNode]:
     return [NewNode(row, seal(record)) for row, record in nodes]
+
+
+def _sealed_change(change: Change) -> Change:
+    session, before, after, nodes, refs, drops, gone = change
+    refs = {name: seal(record) for name, record in refs.items()}
+    return Change(session, before, after, _sealed_nodes(nodes), refs, drops, gone)
 
 
 class SealedSessions:
@@ -58,14 +64,7 @@ class SealedSessions:
         return look._replace(record=unseal(look.record, "session {}", number), refs=refs)
 
     def commit(self, changes: Sequence[Change]) -> Sequence[bool]:
-        return self.inner.commit(
-            [
-                change._replace(
-                    nodes=_sealed_nodes(change.nodes), refs={name: seal(record) for name, record in change.refs.items()}
-                )
-                for change in changes
-            ]
-        )
+        return self.inner.commit([_sealed_change(change) for change in changes])
 
     def named(self, name: bytes) -> bytes | None:
         found = self.inner.named(name)
@@ -85,9 +84,6 @@ class SealedNodes:
     def __init__(self, nodes: Nodes) -> None:
         self.inner = nodes
 
-    def read(self, session: int, ordinals: Sequence[int], *, fresh: bool = False) -> Sequence[bytes | None]:
-        found = list(self.inner.read(session, ordinals, fresh=fresh))
-        for at, record in enumerate(found):
-            if record is not None:  # one by one in its place: memory that one leaves is there for the next
-                found[at] = unseal(record, "node {} of session {}", ordinals[at], session)
-        return found
+    def read(self, session: int, ordinals: Sequence[int], *, fresh: bool = False) -> Iterator[bytes | None]:
+        for ordinal, record in zip(ordinals, self.inner.read(session, ordinals, fresh=fresh), strict=True):
+            yield None if record is None else unseal(record, "node {} of session {}", ordinal, session)

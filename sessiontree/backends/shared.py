@@ -166,8 +166,11 @@ class Nodes(Protocol):
     whoever finds that it was given another node asks again for what is ``fresh``.
     """
 
-    def read(self, session: int, ordinals: Sequence[int], *, fresh: bool = False) -> Sequence[bytes | None]:
-        """Records in that order, at once; None for one that is not there. ``fresh``: none comes from a copy."""
+    def read(self, session: int, ordinals: Sequence[int], *, fresh: bool = False) -> Iterable[bytes | None]:
+        """Records in that order, asked for at once; None for one that is not there. ``fresh``: none comes from a copy.
+
+        They may be taken as they come: whoever asks for other things meanwhile makes a list of them first.
+        """
 
 
 class Blobs(Protocol):

@@ -1,7 +1,8 @@
 """The sessions of a backend that many processes write, as a log for :class:`~sessiontree.journal.Journal`.
 
 What a session writes is put in line, and whoever is first to wait for something writes all that is in line by then, in one call of
-the backend: so threads that wait together commit together, and no thread is woken for one that waits alone.
+the backend: so threads that wait together commit together, and no thread is woken for one that waits alone. Whoever has written
+calls the first of those who wait for what is in line now, to write that, and those who waited for what is written, and no others.
 
 Of each session it knows what it saw last, its rows and refs, and two versions: ``version``, that of what it knows, and ``pending``,
 that of the session in hand once all that is in line for it is written. A write is made for ``pending``, so it is refused where
@@ -12,7 +13,7 @@ again before the session has looked anew (:meth:`claim`).
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from struct import Struct
@@ -141,13 +142,31 @@ def _rows(nodes: Sequence[NodeRow]) -> NDArray[Any]:
     return rows
 
 
-class _Write(NamedTuple):
-    """What is in line."""
+class _Write:
+    """What is in line. ``gates``: held locks of the threads that wait for it; let go of when its thread is to look."""
 
-    number: int
-    known: Known
-    change: Change
-    nbytes: int
+    __slots__ = ("change", "gates", "known", "nbytes", "number")
+
+    def __init__(self, number: int, known: Known, change: Change, nbytes: int) -> None:
+        self.number = number
+        self.known = known
+        self.change = change
+        self.nbytes = nbytes
+        self.gates: tuple[threading.Lock, ...] = ()
+
+    def gate(self) -> threading.Lock:
+        """One more. The log's lock is held here and in :meth:`call`."""
+        gate = threading.Lock()
+        gate.acquire()
+        self.gates += (gate,)
+        return gate
+
+    def call(self) -> None:
+        """Have those who wait for it look. To do it again does no harm."""
+        for gate in self.gates:
+            if gate.locked():
+                gate.release()
+        self.gates = ()
 
 
 class RecordCache:
@@ -200,11 +219,9 @@ class SharedLog:
         self.read_only = read_only
         self.cache = RecordCache(cache_bytes)
         self._known: OrderedDict[int, Known] = OrderedDict()
-        self._line: deque[_Write] = deque()
+        self._line: dict[int, _Write] = {}  # by number, in order; also what is being written
         self._lock = new_lock()  # of all that is here
-        self._settled = threading.Condition(self._lock)
         self._last = 0  # the number given out last
-        self._under_way: set[int] = set()  # numbers that are in line, or being written
         self._lost: dict[int, SessionTreeError] = {}
         self._leader: int | None = None  # the thread that writes
         self._closed = False
@@ -212,7 +229,6 @@ class SharedLog:
     def _begin_anew(self) -> None:
         """In a forked child: have no session in hand, and nothing in line."""
         self._line.clear()
-        self._under_way.clear()
         self._leader = None
         self._known.clear()
 
@@ -251,33 +267,47 @@ class SharedLog:
             known.pending = before + 1
             known.told = nodes[-1].row.ordinal if nodes else known.told
             self._last += 1
-            self._under_way.add(self._last)
-            self._line.append(_Write(self._last, known, Change(number, before, before + 1, nodes, refs, drops, gone), nbytes))
+            change = Change(number, before, before + 1, nodes, refs, drops, gone)
+            self._line[self._last] = _Write(self._last, known, change, nbytes)
             return self._last
 
     def is_durable(self, number: int) -> bool | None:
         with self._lock:
-            return None if number in self._under_way else number not in self._lost
+            return None if number in self._line else number not in self._lost
 
     def wait(self, number: int) -> None:
         """Until it is written; who comes first writes all that is in line.
 
         Raises Overtaken where somebody else wrote first, StoreFailed where the backend refuses.
         """
-        with self._lock:
-            while number in self._under_way:
-                if self._leader is None:
-                    self._lead()
-                else:
-                    self._settled.wait()
-            lost = self._lost.get(number)
+        try:
+            while number in self._line:  # what has become of it is noted before it is taken out
+                gate = self._lead_or_gate(number)
+                if gate is not None:
+                    gate.acquire()
+        except BaseException:  # perhaps this one was called to lead, or would be
+            with self._lock:
+                for write in self._line.values():
+                    write.call()
+            raise
+        lost = self._lost.get(number)
         if lost is not None:
             raise type(lost)(str(lost), numbers=frozenset([number])) from lost.__cause__
 
+    def _lead_or_gate(self, number: int) -> threading.Lock | None:
+        with self._lock:
+            write = self._line.get(number)
+            if write is None:
+                return None
+            if self._leader is not None:
+                return write.gate()
+            self._lead()
+            return None
+
     def flush(self) -> None:
         with self._lock:
-            last = list(self._under_way)
-        for number in sorted(last):
+            numbers = list(self._line)
+        for number in numbers:
             with suppress(Overtaken):  # whoever wrote that does it anew
                 self.wait(number)
 
@@ -287,12 +317,12 @@ class SharedLog:
     @property
     def durable(self) -> int:
         with self._lock:
-            return min(self._under_way, default=self._last + 1) - 1
+            return next(iter(self._line), self._last + 1) - 1
 
     @property
     def lag(self) -> tuple[int, int]:
         with self._lock:
-            return len(self._under_way), sum(write.nbytes for write in self._line)
+            return len(self._line), sum(write.nbytes for write in self._line.values())
 
     @property
     def leading(self) -> bool:
@@ -300,35 +330,36 @@ class SharedLog:
 
     def _lead(self) -> None:
         """Write what is in line; the lock is held. The end of it is done twice, since an interrupt can come in anywhere once."""
+        told: list[_Write] = []
         try:
             try:
-                self._write()
+                self._write(told)
             finally:
-                self._end_of_lead()
+                self._end_of_lead(told)
         finally:
-            self._end_of_lead()
+            self._end_of_lead(told)
 
-    def _end_of_lead(self) -> None:
+    def _end_of_lead(self, told: Sequence[_Write]) -> None:
+        """Call the first of those who wait for what is in line, to lead, and all who wait for what was told of."""
         if not self._lock._is_owned():
             self._lock.acquire()
-        self._leader = None
-        self._settled.notify_all()
+        if self._leader is not None:
+            following = next((write for write in self._line.values() if write.gates), None)
+            if following is not None:
+                following.call()
+            for write in told:
+                write.call()
+            self._leader = None
 
-    def _write(self) -> None:
-        """Write what is in line; the lock is held, and let go of meanwhile.
+    def _write(self, told: list[_Write]) -> None:
+        """Write what is in line, and add to ``told`` what is told of; the lock is held, and let go of meanwhile.
 
         What is written stays in line until it was told what has become of it, so an interrupt leaves it there.
         """
         writes = self._first()
-        if not writes:  # an interrupt came in where somebody told of them
-            failure = StoreFailed(f"{self.backend.where}: interrupted while it was written to")
-            self._lost.update(dict.fromkeys(self._under_way, failure))
-            self._under_way.clear()
-            return
         changes = _merged(writes)
         self._leader = threading.get_ident()
-        outcome: Sequence[bool] | SessionTreeError
-        outcome = StoreFailed(f"{self.backend.where}: interrupted while it was written to")
+        outcome: Sequence[bool] | SessionTreeError | None = None
         try:
             self._lock.release()
             try:
@@ -338,43 +369,58 @@ class SharedLog:
             finally:
                 self._lock.acquire()
         finally:
-            self._tell(writes, changes, outcome)
+            with self._lock:  # which an interrupt may have left open
+                self._tell(writes, changes, outcome, told)
 
     def _first(self) -> list[_Write]:
         """Those that are written together."""
         writes: list[_Write] = []
         nbytes = 0
-        for write in self._line:
+        for write in self._line.values():
             nbytes += write.nbytes
             if writes and (len(writes) == _TOGETHER or nbytes > _TOGETHER_BYTES):
                 break
             writes.append(write)
         return writes
 
-    def _tell(self, writes: Sequence[_Write], changes: Sequence[Change], outcome: Sequence[bool] | SessionTreeError) -> None:
-        """Note what has become of writes."""
+    def _tell(
+        self,
+        writes: Sequence[_Write],
+        changes: Sequence[Change],
+        outcome: Sequence[bool] | SessionTreeError | None,
+        told: list[_Write],
+    ) -> None:
+        """Note what has become of writes. None: an interrupt came in, and nobody knows.
+
+        Then they stay in line: those that were done are refused, and done anew on what there is. Only who moved a head could not
+        tell itself from others there, and fails.
+        """
         known = {write.known.number: write.known for write in writes}
         why: dict[int, SessionTreeError] = {}
+        records: list[tuple[Place, bytes]] = []
         for at, change in enumerate(changes):
+            number = change.session
             if isinstance(outcome, SessionTreeError):
-                why[change.session] = outcome
+                why[number] = outcome
+            elif outcome is None:
+                if any(name[:1] == HEAD for name in change.refs):
+                    why[number] = StoreFailed(f"{self.backend.where}: interrupted while it was written to")
             elif outcome[at]:
-                known[change.session].fold(change)
-                removals = known[change.session].removals
-                self.cache.put_all(((change.session, removals, node.row.ordinal), node.record) for node in change.nodes)
+                known[number].fold(change)
+                removals = known[number].removals
+                records += [((number, removals, node.row.ordinal), node.record) for node in change.nodes]
             else:
-                why[change.session] = Overtaken(f"session {change.session} was written to elsewhere")
+                why[number] = Overtaken(f"session {number} was written to elsewhere")
+        self.cache.put_all(records)
         for number in why:
             known[number].pending = None
-        told, left = {write.number for write in writes}, deque[_Write]()
-        for write in self._line:
-            if write.known.number in why:  # also what is behind it in line
-                self._lost[write.number] = why[write.known.number]
-                told.add(write.number)
-            elif write.number not in told:
-                left.append(write)
-        self._under_way -= told
-        self._line = left  # after it: what is left in line is refused, and what is left under way would be waited for
+        told += writes if outcome is not None else ()
+        if why:  # also what is behind it in line
+            lost = [write for write in self._line.values() if write.known.number in why]
+            self._lost.update((write.number, why[write.known.number]) for write in lost)
+            told += lost
+        for write in told:
+            self._line.pop(write.number, None)
         while len(self._lost) > _LOST:
             del self._lost[next(iter(self._lost))]
 
@@ -445,7 +491,7 @@ class SharedLog:
     def _settle(self, number: int) -> None:
         """Until nothing is in line for a session."""
         with self._lock:
-            mine = [write.number for write in self._line if write.known.number == number]
+            mine = [write.number for write in self._line.values() if write.known.number == number]
         for each in mine:
             with suppress(StoreFailed):
                 self.wait(each)
@@ -454,7 +500,7 @@ class SharedLog:
         self._known[known.number] = known
         self._known.move_to_end(known.number)
         if len(self._known) > _SESSIONS:
-            busy = {write.known.number for write in self._line}
+            busy = {write.known.number for write in self._line.values()}
             for number in list(self._known)[: len(self._known) - _SESSIONS]:
                 if number not in busy and number != known.number:
                     del self._known[number]
@@ -463,7 +509,7 @@ class SharedLog:
         """Hold nothing of sessions but those that are to be kept, and no records."""
         self.cache.clear()
         with self._lock:
-            busy = {write.known.number for write in self._line}
+            busy = {write.known.number for write in self._line.values()}
             for number in [number for number in self._known if number not in busy and not keep(number)]:
                 del self._known[number]
 
@@ -485,36 +531,55 @@ class SharedLog:
 
     def read(self, known: Any) -> bytes:
         """The record of an entry. Raises UnknownNode where a node was removed elsewhere, StoreFailed."""
-        return next(self.read_all(np.array([known], ENTRY)))
+        (record,) = self.read_all(np.array([known], ENTRY))
+        return record
 
     def read_all(self, entries: NDArray[Any]) -> Iterator[bytes]:
+        """Those of many entries in order. Where none is in the cache they are given out as they come: whoever asks for other
+        things meanwhile makes a list of them first. Raises UnknownNode, CorruptTree, StoreFailed."""
         for start in range(0, len(entries), _AT_ONCE):
             batch = entries[start : start + _AT_ONCE]
             numbers = batch["session"].tolist()
             places = list(zip(numbers, batch["segment"].tolist(), batch["ordinal"].tolist(), strict=True))
             records = self.cache.get_all(places)
             missing = [at for at, record in enumerate(records) if record is None]
-            for number in dict.fromkeys(numbers[at] for at in missing):
-                mine = {places[at][2]: at for at in missing if numbers[at] == number}
-                wanted = {ordinal: batch[at]["id"].tobytes() for ordinal, at in mine.items()}
-                for ordinal, fetched in self._fetched(number, wanted).items():
-                    records[mine[ordinal]] = fetched
+            ids = batch["id"].tolist() if missing else ()
+            of = dict.fromkeys(numbers[at] for at in missing)
+            at_once = len(missing) == len(records) and len(of) == 1  # each as it comes
+            for number in of:
+                mine = [at for at in missing if numbers[at] == number]
+                fetched = self._fetched(number, [places[at][2] for at in mine], [ids[at] for at in mine])
+                for at, each in zip(mine, fetched, strict=True):
+                    records[at] = each
+                    if at_once:
+                        yield each
             self.cache.put_all((places[at], record) for at in missing if (record := records[at]) is not None)
-            yield from records  # type: ignore[misc]  # none is missing
+            if not at_once:
+                yield from records  # type: ignore[misc]  # none is missing
 
-    def _fetched(self, number: int, wanted: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Records of nodes by ordinal, given their ids."""
-        records: dict[int, bytes] = {}
-        for fresh in (False, True):
-            left = [ordinal for ordinal in wanted if ordinal not in records]
-            if left:
-                found = zip(left, self.backend.nodes.read(number, left, fresh=fresh), strict=True)
-                records |= {at: record for at, record in found if record is not None and codec.id_in(record) == wanted[at]}
-        for ordinal, node_id in wanted.items():
-            if ordinal not in records:
-                what = f"node {ordinal} ({node_id[:4].hex()}) of session {number} was dropped and removed elsewhere"
-                raise UnknownNode(what, node_id=node_id)
-        return records
+    def _fetched(self, number: int, ordinals: Sequence[int], ids: Sequence[bytes]) -> Iterator[bytes]:
+        """Records of nodes in that order, given their ids, as they come. Raises UnknownNode."""
+        found = iter(self.backend.nodes.read(number, ordinals))
+        for at, record in enumerate(found):
+            if record is None or codec.id_in(record) != ids[at]:
+                rest = [record, *found]  # all of them, before others are asked for
+                yield from self._fetched_afresh(number, ordinals[at:], ids[at:], rest)
+                return
+            yield record
+
+    def _fetched_afresh(
+        self, number: int, ordinals: Sequence[int], ids: Sequence[bytes], found: Sequence[bytes | None]
+    ) -> list[bytes]:
+        """The same, where some of those that were found are of other nodes, or none."""
+        records = {at: record for at, record in enumerate(found) if record is not None and codec.id_in(record) == ids[at]}
+        left = [at for at in range(len(ids)) if at not in records]
+        again = self.backend.nodes.read(number, [ordinals[at] for at in left], fresh=True)
+        for at, each in zip(left, again, strict=True):
+            if each is None or codec.id_in(each) != ids[at]:
+                what = f"node {ordinals[at]} ({ids[at][:4].hex()}) of session {number} was dropped and removed elsewhere"
+                raise UnknownNode(what, node_id=ids[at])
+            records[at] = each
+        return [records[at] for at in range(len(ids))]
 
     def close(self) -> None:
         try:

@@ -190,14 +190,29 @@ def test_killed_again_and_again_it_ends_as_if_never_killed(whole: tuple[Path, Mo
 
 @pytest.mark.soak
 def test_killed_anywhere_it_ends_as_if_never_killed(whole: tuple[Path, Moments], tmp_path: Path) -> None:
-    """Killed at a random moment in each of its lives, 30 runs."""
+    """Killed at a random moment in each of its lives, 20 runs."""
     rng = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID", "kills"))
     end, moments = Left.by(whole[0]), len(whole[1].seen)
-    for run in range(30):
+    for run in range(20):
         directory, lives = tmp_path / str(run), [number := rng.randint(1, moments)]
         while killed(directory, None, number, Left.by(directory).keys):
             lives.append(number := rng.randint(1, moments))
         assert Left.by(directory) == end, lives
+
+
+def test_the_order_in_which_rollouts_come_changes_nothing(
+    whole: tuple[Path, Moments], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = tree_grpo.sample
+
+    def reversed_sample(scheduler: Scheduler, session: Session, asked: Sequence[tuple[Node, str, int]]) -> list[Node]:
+        return sample(scheduler, session, asked[::-1])[::-1]
+
+    monkeypatch.setattr(tree_grpo, "sample", reversed_sample)
+    tree_grpo.run(tmp_path / "run", STEPS, SEED)
+    with SessionStore.open(tmp_path / "run/store") as store, SessionStore.open(whole[0] / "store", read_only=True) as other:
+        assert [node.id for node in store.get("step 0").tree] != [node.id for node in other.get("step 0").tree]
+    assert Left.by(tmp_path / "run") == Left.by(whole[0])
 
 
 def test_a_run_that_is_done_does_nothing_more(whole: tuple[Path, Moments]) -> None:

@@ -477,6 +477,7 @@ def test_a_reply_goes_on_with_other_weights(lab: Labs, models: dict[str, Model],
     middle = [len(request.draft) for request in requests]
     assert 0 < middle[1] <= middle[0] and middle[2] == 0
     here.scheduler.load_weights(other, 7)
+    assert list(here.scheduler.waiting) == requests and not here.scheduler.running  # in the order in which they came
     assert not here.scheduler.pool.find(page_hashes(prompt, "sglang", 16, salt="t"))
     nodes = here.run()
     nodes = [here.node(request) for request in requests]

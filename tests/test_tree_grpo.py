@@ -6,7 +6,7 @@ import io
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path

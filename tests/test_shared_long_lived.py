@@ -154,9 +154,9 @@ def test_who_is_written_with_one_that_is_interrupted_is_written_once(
     monkeypatch.setattr(sessions, "commit", interrupt)
     with pytest.raises(Interrupt):
         chats[2].append(chats[2].root, [3])
-    waits[0].settle()
+    waits[0]()
     with pytest.raises(StoreFailed, match="interrupted"):  # its head may be there, and whose it is nobody knows
-        waits[1].settle()
+        waits[1]()
     assert chats[0].tree.node(node.id).token_ids.tolist() == [1]
     assert chats[2].append(chats[2].root, [3]).token_ids.tolist() == [3]
     assert chats[1].append(chats[1].root, [2], head="main").id == chats[1].heads["main"].id

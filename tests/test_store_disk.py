@@ -1090,7 +1090,7 @@ def test_a_reader_takes_heads_and_nodes_at_one_time(monkeypatch: pytest.MonkeyPa
         session.set_head("main", session.append(session.root, [1]))
         store.flush()
         reader = open_on(disk, read_only=True)
-        index_of = journal.Journal._index
+        index_of = journal.Journal._indexes_of
 
         def meanwhile(self: journal.Journal, *given: Any) -> Any:
             found = index_of(self, *given)
@@ -1103,7 +1103,7 @@ def test_a_reader_takes_heads_and_nodes_at_one_time(monkeypatch: pytest.MonkeyPa
         def put(names: Sequence[str]) -> None:
             assert names == ("s",)
 
-        monkeypatch.setattr(journal.Journal, "_index", meanwhile)
+        monkeypatch.setattr(journal.Journal, "_indexes_of", meanwhile)
         for _ in range(3):
             tree = reader.get("s").tree
             assert tree.head("main").node in tree

@@ -26,7 +26,7 @@ from sessiontree import Annotation, Draft, Node, Session, SessionStore, Unsuppor
 from sessiontree.rollouts import rollouts
 
 SEED, STEPS = 3, 2
-ANNOTATED_BY = "annotate", "flush", "learn", "replace"  # the order in a step
+ORDER = "annotate", "flush", "learn", "replace"  # of a step
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -152,8 +152,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory, small: None) -> tuple[Path, 
 
 
 def test_a_step_is_on_disk_before_it_is_learnt_from(whole: tuple[Path, Moments]) -> None:
-    order = [name for name, _ in groupby(name for name in whole[1].seen if name in ANNOTATED_BY)]
-    assert order == list(ANNOTATED_BY) * STEPS
+    order = [name for name, _ in groupby(name for name in whole[1].seen if name in ORDER)]
+    assert order == list(ORDER) * STEPS
     assert len(whole[1].drafted) == len(set(whole[1].drafted)) == STEPS * 2 * 3 * 3
 
 

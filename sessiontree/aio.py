@@ -335,6 +335,7 @@ class AsyncSession:
     validate = _reading(Session.validate)
     annotations = _reading(Session.annotations)
     annotation = _reading(Session.annotation)
+    annotation_of_each = _reading(Session.annotation_of_each)
     token_values = _reading(Session.token_values)
     spans = _reading(Session.spans)
 

@@ -140,9 +140,10 @@ def annotations_of(read: Read, find: Find, node: Node) -> dict[str, Annotation]:
     return _with_inherited(read, find, node, read([node], None)[0], None)
 
 
-def annotation_of(read: Read, find: Find, node: Node, name: str) -> Annotation | None:
-    """The same of one name."""
-    return _with_inherited(read, find, node, read([node], name)[0], name).get(name)
+def annotation_of_each(read: Read, find: Find, nodes: Sequence[Node], name: str) -> list[Annotation | None]:
+    """The same of one name, of many nodes."""
+    found = zip(nodes, read(nodes, name), strict=True)
+    return [(_with_inherited(read, find, node, own, name) if node.links else own).get(name) for node, own in found]
 
 
 def inherited(read: Read, find: Find, node: Node) -> dict[str, Annotation]:

@@ -152,10 +152,11 @@ class PositionError(SessionTreeError):
 
 
 class LimitExceeded(SessionTreeError):
-    """A context or size limit."""
+    """A context or size limit. ``node``: the Node whose path is over it, where that is what was asked for."""
 
     value: Any
     limit: Any
+    node: Any
 
 
 class PositionLimitExceeded(PositionError, LimitExceeded):

@@ -251,6 +251,10 @@ class Session:
         """What is said of a node by one name; None where that is nothing. See :meth:`SessionTree.annotations`."""
         return self._tree.annotation(node, name)
 
+    def annotation_of_each(self, nodes: Iterable[Node | bytes], name: str) -> list[Annotation | None]:
+        """The same of many nodes, in their order, read together. See :meth:`SessionTree.annotation_of_each`."""
+        return self._tree.annotation_of_each(nodes, name)
+
     def token_values(self, node: Node | bytes, name: str, start: int = 0, stop: int | None = None) -> TokenWindow:
         """The rows of an annotation along a node's path. See :meth:`SessionTree.token_values`."""
         return self._tree.token_values(node, name, start, stop)

@@ -21,7 +21,7 @@ from sessiontree.annotation_log import (
     AnnotationLog,
     AnnotationSource,
     Said,
-    annotation_of,
+    annotation_of_each,
     annotations_of,
     inherited,
     path_spans,
@@ -493,8 +493,12 @@ class SessionTree(Sealed):
 
     def annotation(self, node: Node | bytes, name: str) -> Annotation | None:
         """The same of one name; None where nothing is said. Raises UnknownNode."""
-        found = self._resolve(node)
-        return annotation_of(self._read_said, self.node, found, name)
+        return self.annotation_of_each([node], name)[0]
+
+    def annotation_of_each(self, nodes: Iterable[Node | bytes], name: str) -> list[Annotation | None]:
+        """The same of many nodes, in their order, read together where they are stored. Raises UnknownNode."""
+        found = [self._resolve(node) for node in nodes]
+        return annotation_of_each(self._read_said, self.node, found, name)
 
     def annotated(self, name: str) -> dict[bytes, Annotation]:
         """What nodes have by this name themselves, by their ids, whether they are in the tree or not. O(what is said by it)."""

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from mini_scheduler.encoder import EncoderCache
 from mini_scheduler.engine import Engine, EngineFault, QueueFull
-from mini_scheduler.model import MODELS, ROWS, Model, PagedBatch, load_model
+from mini_scheduler.model import MODELS, ROWS, Model, PagedBatch, load_model, tiny_text_model
 from mini_scheduler.pages import PagePool
 from mini_scheduler.requests import Output, Request, Sampling
-from mini_scheduler.sampler import sample
+from mini_scheduler.sampler import logprob, sample
 from mini_scheduler.scheduler import Scheduler
 from mini_scheduler.text import IM_END, Detokenizer, decode, encode
+from numpy.typing import NDArray
 from qwen_reference import TEXT, VOCABULARY, Picture, Turn, landscape, picture, plain, replay, tiny_model, user_turn
 
 from engine_bridge import page_hashes
@@ -36,6 +37,7 @@ from sessiontree import (
     Session,
     SessionStore,
     StoreClosed,
+    Unsupported,
     media_identity,
 )
 
@@ -78,10 +80,11 @@ class Lab:
             items.append(item)
         return self.session.append(parent, turn.token_ids, media=items)
 
-    def request(self, prompt: Node, key: str, salt: str | None = None, **sampling: Any) -> Request:
+    def request(self, prompt: Node, key: str, salt: str | None = None, for_training: bool = False, **sampling: Any) -> Request:
         self.told[key] = []
         chosen = Sampling(**{"max_new_tokens": 8, "temperature": 0.0, **sampling})
-        return Request(self.session.draft(prompt, key=key), chosen, self.told[key].append, salt=salt)
+        draft = self.session.draft(prompt, key=key)
+        return Request(draft, chosen, self.told[key].append, salt=salt, for_training=for_training)
 
     def run(self, *requests: Request) -> list[Node]:
         self.scheduler.waiting.extend(requests)
@@ -409,6 +412,113 @@ def test_a_retry_of_a_request_says_the_same(lab: Labs) -> None:
     assert first.token_ids.tolist() != other.token_ids.tolist()
 
 
+# For training
+
+
+def judged(weights: dict[str, torch.Tensor], node: Node, temperature: float, ends: bool) -> NDArray[np.float64]:
+    """Of a reply's tokens, the log-probabilities by transformers' model over the whole path. ``ends``: its end counts too."""
+    judge = tiny_text_model(3)
+    judge.load_state_dict(weights, strict=False)
+    ids = torch.from_numpy(node.input_ids().astype(np.int64))
+    with torch.no_grad():
+        logits = judge(input_ids=ids[None]).logits[0, node.start - 1 : -1]
+    allowed = torch.cat((torch.arange(TEXT), torch.tensor([IM_END] * ends, dtype=torch.int64)))
+    below = logits[:, allowed].double() / temperature
+    chosen = torch.searchsorted(allowed, ids[node.start :])
+    chances: NDArray[np.float64] = torch.log_softmax(below, -1).gather(1, chosen[:, None])[:, 0].numpy()
+    return chances
+
+
+def changed(model: Model, share: float) -> dict[str, torch.Tensor]:
+    """Other weights of its layers, and not of its embeddings."""
+    own = {name: weight for name, weight in model._whole.state_dict().items() if "layers" in name}
+    return {name: weight * (1 + share) for name, weight in own.items()}
+
+
+def test_replies_for_training_say_their_log_probabilities(lab: Labs) -> None:
+    """With plenty, and with chunks of prompts, preemption and forks of replies: the same numbers, which are transformers'.
+
+    Logits are 1e-5 from transformers' at most, float32 both; the numbers are by as much over the temperature.
+    """
+    found = []
+    for options in ({}, {"num_pages": 12, "max_batch_tokens": 16, "max_running": 5}):
+        here = lab(TEXT_ONLY, **options)
+        first = here.run(
+            *[
+                here.request(here.turn(here.session.root, turn), f"a{n}", for_training=True, temperature=0.7, ignore_eos=n % 2 > 0)
+                for n, turn in enumerate(prompts(6, [None]))
+            ]
+        )
+        cut = [here.session.truncate(node, node.start + 3) for node in first]
+        second = here.run(*[here.request(node, f"b{n}", for_training=True, temperature=0.0) for n, node in enumerate(cut)])
+        for nodes, temperature in ((first, 0.7), (second, 1.0)):  # of the likeliest token too there is one: at temperature 1
+            for number, node in enumerate(nodes):
+                values, known = here.session.token_values(node, "logprobs", node.start)
+                assert known.all() and values.dtype == np.float32
+                ends = temperature == 1.0 or number % 2 == 0
+                assert np.abs(values - judged({}, node, temperature, ends)).max() < 1e-5 / temperature
+                assert here.session.spans(node, "weight_version", node.start) == ((node.start, node.stop, 0),)
+                found.append((node.id, values.tobytes()))
+        assert bool(options) == bool(here.scheduler.counters.preemptions)
+        assert not here.session.annotations(here.run(here.request(first[0], "c"))[0])  # nobody asked
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
+
+
+def test_a_reply_goes_on_with_other_weights(lab: Labs, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token has the log-probability that the weights give it which sampled it, over a whole path of their own making."""
+    own = load_model(TEXT_ONLY)
+    monkeypatch.setitem(models, TEXT_ONLY, own)
+    here, other = lab(TEXT_ONLY, max_running=2), changed(own, 0.1)
+    prompt = here.session.append(here.session.root, encode("word " * 40))
+    requests = [here.request(prompt, key, for_training=True, temperature=0.5, ignore_eos=True) for key in "abc"]
+    here.scheduler.waiting.extend(requests)
+    while len(requests[0].draft) < 3:
+        here.scheduler.step()
+    middle = [len(request.draft) for request in requests]
+    assert 0 < middle[1] <= middle[0] and middle[2] == 0
+    here.scheduler.load_weights(other, 7)
+    assert list(here.scheduler.waiting) == requests and not here.scheduler.running  # in the order in which they came
+    assert not here.scheduler.pool.find(page_hashes(prompt, "sglang", 16, salt="t"))
+    nodes = here.run()
+    nodes = [here.node(request) for request in requests]
+    for node, at in zip(nodes, middle, strict=True):
+        values, known = here.session.token_values(node, "logprobs", node.start)
+        old, new = judged({}, node, 0.5, False), judged(other, node, 0.5, False)
+        assert known.all() and np.abs(old - new).max() > 0.01
+        assert np.abs(values - np.concatenate((old[:at], new[at:]))).max() < 1e-5 / 0.5
+        spans = [(node.start, node.start + at, 0)] * (at > 0) + [(node.start + at, node.stop, 7)]
+        assert here.session.spans(node, "weight_version", node.start) == tuple(spans)
+    cached = here.scheduler.counters.cached_tokens
+    here.run(here.request(prompt, "d"))
+    assert here.scheduler.counters.cached_tokens - cached == (prompt.stop - 1) // 16 * 16  # what the new ones made is found
+
+
+def test_weights_that_do_not_fit_change_nothing(lab: Labs, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    own = load_model(TEXT_ONLY)
+    monkeypatch.setitem(models, TEXT_ONLY, own)
+    here, other = lab(TEXT_ONLY), changed(own, 0.1)
+    before = {name: weight.clone() for name, weight in own._whole.state_dict().items()}
+    running = here.request(here.session.append(here.session.root, [1, 2]), "a")
+    here.scheduler.waiting.append(running)
+    here.scheduler.step()
+    name = next(iter(other))
+    for wrong in ({"model.other": other[name]}, {name: other[name][:1]}):
+        with pytest.raises(Unsupported, match=f"no '{next(iter(wrong))}' of "):
+            here.scheduler.load_weights(other | wrong, 1)
+    assert own.version == 0 and here.scheduler.running == [running]
+    assert all(torch.equal(weight, before[name]) for name, weight in own._whole.state_dict().items())
+
+
+def test_pictures_are_encoded_again_with_other_weights(lab: Labs, pictures: list[Picture]) -> None:
+    here = lab()
+    prompt = here.turn(here.session.root, user_turn("What is it?", pictures[1], after_reply=False))
+    for version in range(2):
+        here.run(here.request(prompt, f"{version}"))
+        here.scheduler.load_weights({}, 0)
+        assert here.scheduler.encoder.held_bytes == 0
+    assert here.scheduler.counters.encoded_items == 2
+
+
 # The engine's thread
 
 
@@ -554,6 +664,11 @@ class Pages(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         self.pool.release(self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1))))
 
+    @rule()
+    def forget(self) -> None:
+        self.pool.forget()
+        self.contents.clear()
+
     @invariant()
     def counts(self) -> None:
         in_use = {page for table in self.tables for page in table}
@@ -657,6 +772,21 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     assert sampled(logits, Sampling(temperature=0.0, ignore_eos=True)) == 7
     logits[TEXT], logits[VOCABULARY - 1] = 50.0, 60.0  # control tokens and unused rows are never picked
     assert sampled(logits, Sampling(temperature=0.0)) == IM_END
+
+
+def test_log_probabilities_are_of_what_may_be_picked_at_the_temperature() -> None:
+    logits = torch.full((VOCABULARY,), -torch.inf)
+    logits[7], logits[IM_END], logits[TEXT] = 0.0, math.log(3), 50.0
+
+    def said(token: int, **sampling: Any) -> float:
+        request = Request.__new__(Request)
+        request.sampling = Sampling(**sampling)
+        return math.exp(logprob(logits, request, token))
+
+    assert said(7) == pytest.approx(1 / 4) and said(IM_END) == pytest.approx(3 / 4)
+    assert said(7, temperature=0.5) == pytest.approx(1 / 10) and said(IM_END, temperature=0.5) == pytest.approx(9 / 10)
+    assert said(7, temperature=0.0) == said(7, top_k=1) == said(7)
+    assert said(7, ignore_eos=True) == 1.0
 
 
 def test_a_draw_depends_on_seed_and_place_alone() -> None:

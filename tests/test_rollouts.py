@@ -154,6 +154,24 @@ def test_siblings_are_drawn_alike_everywhere_and_never_those_that_are_out(store:
         sample_siblings(again, prompt, -1)
 
 
+def test_who_reads_beside_a_writer_sees_what_came_since(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with SessionStore.open(path, durability="commit") as store, SessionStore.open(path, read_only=True) as reader:
+        assert not list(rollouts(reader))
+        session = store.create("a", scheme=SCHEME)
+        task = session.append(session.root, [1])
+        first = sampled(session, task, 10)
+        assert [(each.node.id, each.reward) for each in rollouts(reader)] == [(first.id, None)]
+        session.annotate(first, {"reward": 0.5})
+        second = sampled(session, task, 20, 1.0)
+        assert [(each.node.id, each.reward) for each in rollouts(reader)] == [(first.id, 0.5), (second.id, 1.0)]
+        session.annotate(second, {"train": False})
+        other = store.create("b", scheme=SCHEME)
+        third = sampled(other, other.append(other.root, [1]), 10, 0.0)
+        (found,) = groups(reader, least=2)
+        assert [each.node.id for each in found.rollouts] == [first.id, third.id]
+
+
 @given(st.lists(st.integers(0, 30), max_size=30), st.integers(1, 4))
 def test_leaves_of_any_tree_are_those_that_nothing_hangs_on(parents: list[int], shared: int) -> None:
     store = SessionStore.in_memory()

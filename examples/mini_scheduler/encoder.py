@@ -35,3 +35,8 @@ class EncoderCache:
             _, dropped = self._held.popitem(last=False)
             self.held_bytes -= dropped.nbytes
         return found
+
+    def forget(self) -> None:
+        """Hold nothing."""
+        self._held.clear()
+        self.held_bytes = 0

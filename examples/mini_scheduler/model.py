@@ -116,7 +116,7 @@ class Model:
     def __init__(self, name: str, whole: Any, rule: PositionScheme, seed: int) -> None:
         self.name = name
         self.scheme = rule
-        self.version = 0  # of the weights; KV pages of other ones are for no one, so requests name it in their salt
+        self.version = 0  # of the weights
         self.fingerprint = f"{name}/{seed}"
         self.num_position_axes = rule.num_axes
         self.takes_images = name == "tiny-qwen2.5-vl"
@@ -131,7 +131,14 @@ class Model:
         return PagedCache(config.num_hidden_layers, num_pages, page_size, config.num_key_value_heads, width)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Go on with other weights, those that are named as transformers names them. Between two steps."""
+        """Take other weights, under transformers' names; those that are not named stay. Raises Unsupported for what it has not.
+
+        What was computed before does not fit them: a scheduler's own ``load_weights`` sees to that.
+        """
+        own = self._whole.state_dict()
+        for name, weight in weights.items():
+            if name not in own or own[name].shape != weight.shape:
+                raise Unsupported(f"{self.name} has no {name!r} of {tuple(weight.shape)}")
         self._whole.load_state_dict(weights, strict=False)
         self.version = version
 

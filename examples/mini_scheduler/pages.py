@@ -73,6 +73,13 @@ class PagePool:
             self._named[name] = page
             self._names[page] = name
 
+    def forget(self) -> None:
+        """Let none of the pages be found any more. Those in use stay in use."""
+        self._free += self._idle
+        self._idle.clear()
+        self._named.clear()
+        self._names = [None] * self.num_pages
+
     def release(self, pages: Iterable[int]) -> None:
         """Use these no more, the last first: a page is of no use without those before it."""
         for page in reversed(list(pages)):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -134,6 +134,18 @@ class Scheduler:
             self._run(windows)
         self.counters.steps += bool(windows)
         self.counters.step_seconds += time.perf_counter() - began
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Go on with other weights, between two steps; ``version`` is their number. Raises what the model does, unchanged.
+
+        Replies that run keep their tokens and are preempted, and nothing that was computed is found again: no token from here on
+        sees what other weights made.
+        """
+        self._model.load_weights(weights, version)
+        for request in reversed(self.running[:]):
+            self._preempt(request)
+        self.pool.forget()
+        self.encoder.forget()
 
     # Admission
 

@@ -8,18 +8,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sqlite_backend
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sessiontree import Node, OutOfRange, Session, SessionStore, SessionTree, Unsupported
+from sessiontree.bundles import export_bundle, open_bundle
 from sessiontree.rollouts import Rollout, groups, rollouts, sample_siblings
 
 SCHEME = "text@hf5"
 
 
-@pytest.fixture(params=["memory", "disk"])
+@pytest.fixture(params=["memory", "disk", "SQLite", "PostgreSQL"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SessionStore]:
-    with SessionStore.in_memory() if request.param == "memory" else SessionStore.open(tmp_path / "store") as made:
+    if request.param == "memory":
+        made = SessionStore.in_memory()
+    elif request.param == "disk":
+        made = SessionStore.open(tmp_path / "store")
+    elif request.param == "SQLite":
+        made = SessionStore.connect(sqlite_backend.connect(str(tmp_path / "sqlite")))
+    else:
+        made = SessionStore.connect(request.getfixturevalue("postgres_url"))
+    with made:
         yield made
 
 
@@ -152,6 +162,27 @@ def test_siblings_are_drawn_alike_everywhere_and_never_those_that_are_out(store:
     again, prompt = again.append(again.root, [1])
     with pytest.raises(OutOfRange):
         sample_siblings(again, prompt, -1)
+
+
+def test_a_bundle_has_the_rollouts_of_its_store(store: SessionStore, tmp_path: Path) -> None:
+    for name in "ab":
+        session = store.create(name, scheme=SCHEME)
+        task = session.append(session.root, [1])
+        for number in range(3):
+            sampled(session, task, 10 * number, float(number), train=number != 1, logprobs=np.full(3, -number, np.float32))
+    export_bundle(store, tmp_path / "rollouts.bundle")
+    with open_bundle(tmp_path / "rollouts.bundle") as bundle:
+
+        def all_of(source: SessionStore | Session) -> list[tuple[str, bytes, float | None, list[float]]]:
+            return [
+                (each.session_id, each.node.id, each.reward, each.tree.token_values(each.node, "logprobs").values.tolist())
+                for each in rollouts(source)
+            ]
+
+        assert all_of(bundle) == all_of(store) and len(all_of(bundle)) == 4
+        assert all_of(bundle.get("b")) == all_of(store.get("b")) == all_of(store)[2:]
+        (found,) = groups(bundle)
+        assert [(each.session_id, each.reward) for each in found.rollouts] == [("a", 0.0), ("a", 2.0), ("b", 0.0), ("b", 2.0)]
 
 
 def test_who_reads_beside_a_writer_sees_what_came_since(tmp_path: Path) -> None:

@@ -605,7 +605,7 @@ class Annotating(RuleBasedStateMachine):
 @pytest.mark.parametrize("durability", [None, *DURABILITIES])
 def test_whatever_happens_to_a_store_the_annotations_are_those_of_the_model(durability: Any, tmp_path: Path) -> None:
     kind = type("Machine", (Annotating,), {"durability": durability, "scratch": tmp_path})
-    run_state_machine_as_test(kind, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(kind, settings=settings(max_examples=25, stateful_step_count=25, deadline=None))
 
 
 # --- bundles and copies -----------------------------------------------------------------------------------------------------------

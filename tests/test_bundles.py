@@ -930,14 +930,14 @@ def test_a_bundle_reads_no_more_than_is_asked_for(tmp_path: Path, monkeypatch: p
     session.set_head("main", leaves[7])
     export_bundle(store, tmp_path / "bundle")
     nodes = set[bytes]()
+
+    def noting(real: Callable[..., Any], data: bytes, *given: Any) -> Any:
+        if codec.entry_of(data).kind == codec.NODE:
+            nodes.add(bytes(data))
+        return real(data, *given)
+
     for name in ("decode", "text_turn"):  # whichever reads a node
-
-        def reading(data: bytes, *given: Any, real: Any = getattr(codec, name)) -> Any:
-            if codec.entry_of(data).kind == codec.NODE:
-                nodes.add(bytes(data))
-            return real(data, *given)
-
-        monkeypatch.setattr(codec, name, reading)
+        monkeypatch.setattr(codec, name, partial(noting, getattr(codec, name)))
     with open_bundle(tmp_path / "bundle") as bundle:
         assert not nodes
         found = bundle.get("s")

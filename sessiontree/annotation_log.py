@@ -4,7 +4,8 @@ A version of a tree is told of the first ``count`` things that were said; whoeve
 it is not the newest version, in a layer over them. Nothing is taken out or changed, so readers need no lock. What is said last of a
 name on a node is all there is of it by then.
 
-A log may lie over that of the session a tree was forked from, and over what a store holds.
+A log may lie over that of the session a tree was forked from, of which it sees what is said of the path that they share, and over
+what a store holds.
 """
 
 from __future__ import annotations
@@ -42,14 +43,24 @@ class AnnotationSource(Protocol):
 
 
 class AnnotationLog:
-    """See the module. ``base``, ``base_count``: what it lies over, and how much of that; ``source``: what is stored below it."""
+    """See the module. ``base``, ``base_count``: what it lies over, and how much of that; ``source``: what is stored below it.
 
-    __slots__ = ("_busy", "_by_node", "_lock", "_nbytes", "_said", "base", "base_count", "source")
+    ``tip``: of a fork, the last node of the path that it shares: of other nodes it sees nothing that ``base`` says.
+    """
 
-    def __init__(self, base: AnnotationLog | None = None, base_count: int = 0, source: AnnotationSource | None = None) -> None:
+    __slots__ = ("_busy", "_by_node", "_lock", "_nbytes", "_said", "base", "base_count", "source", "tip")
+
+    def __init__(
+        self,
+        base: AnnotationLog | None = None,
+        base_count: int = 0,
+        source: AnnotationSource | None = None,
+        tip: Node | None = None,
+    ) -> None:
         self.base = base
         self.base_count = base_count
         self.source = source
+        self.tip = tip
         self._busy = False  # somebody is adding to it; whoever comes in between on the same thread leaves it alone
         self._lock = new_lock()
         self._said: list[Said] = []
@@ -81,35 +92,41 @@ class AnnotationLog:
     def read(self, nodes: Sequence[Node], count: int, name: str | None = None) -> list[dict[str, Annotation]]:
         """What is said of nodes within the first ``count``, by name; ``name``: that one alone."""
         found: list[dict[str, Annotation]] = [{} for _ in nodes]
+        wanted = list(zip(nodes, found, strict=True))
         log: AnnotationLog | None = self
         while log is not None:
-            for node, values in zip(nodes, found, strict=True) if log._by_node else ():
+            for node, values in wanted if log._by_node else ():
                 names = log._by_node.get(node.id, {})
                 for each in list(names) if name is None else (name,):  # in one step: others add to it
                     numbers = names.get(each, ())
                     if each not in values and (last := bisect_left(numbers, count)):
                         values[each] = log._said[numbers[last - 1] - log.base_count].value
             if log.source is not None:
-                for values, stored in zip(found, log.source.read(nodes, name), strict=True):
+                for (_, values), stored in zip(wanted, log.source.read([node for node, _ in wanted], name), strict=True):
                     for each, value in stored.items():
                         values.setdefault(each, value)
+            if log.tip is not None:
+                wanted = [(node, values) for node, values in wanted if is_on_path(node, log.tip)]
             count = min(count, log.base_count)
             log = log.base
         return found
 
     def named(self, name: str, count: int) -> dict[bytes, Annotation]:
         """What is said by a name within the first ``count``, by the ids of nodes."""
-        found: dict[bytes, Annotation] = {}
+        layers: list[dict[bytes, Annotation]] = []
         log: AnnotationLog | None = self
         while log is not None:
-            for said in reversed(log._said[: max(0, count - log.base_count)]):
-                if said.name == name:
-                    found.setdefault(said.node_id, said.value)
-            if log.source is not None:
-                found = {**log.source.named(name), **found}
+            layer = {} if log.source is None else log.source.named(name)
+            layer |= {said.node_id: said.value for said in log._said[: max(0, count - log.base_count)] if said.name == name}
+            layers.append(layer)
             count = min(count, log.base_count)
+            if log.tip is not None and log.base is not None:
+                path = log.tip.path()
+                shared = zip(path, log.base.read(path, count, name), strict=True)
+                layers.append({node.id: values[name] for node, values in shared if values})
+                break
             log = log.base
-        return found
+        return {node_id: value for layer in reversed(layers) for node_id, value in layer.items()}
 
     def since(self, count: int, before: AnnotationLog | None, first: int) -> list[Said]:
         """What is said within the first ``count``, and was not within the first ``first`` of ``before``: the last of each name.
@@ -138,6 +155,11 @@ class AnnotationLog:
     def held_bytes(self) -> int:
         """About how many bytes it takes, without what it lies over."""
         return getsizeof(self._by_node) + self._nbytes
+
+
+def is_on_path(node: Node, tip: Node) -> bool:
+    """Whether a node is on the path to another."""
+    return node.depth <= tip.depth and tip.ancestor(node.depth).id == node.id
 
 
 Find = Callable[[bytes], Node]  # raises UnknownNode

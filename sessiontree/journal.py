@@ -1320,15 +1320,12 @@ def _annotation_records(number: int, tree: SessionTree, said: Iterable[Said]) ->
 
 
 def said_in(number: int, tree: SessionTree, whole: bool) -> list[bytes]:
-    """Records of the annotations that a new session begins with: those of nodes that it holds itself, and what it says anew.
-
-    ``whole``: those of all nodes, also of a path that it shares.
-    """
-    log, index = tree._log, tree._index
+    """Records of the annotations that a new session begins with: those that it says itself; ``whole``: all that are said in it."""
+    log = tree._log
     if log is None:
         return []
-    nodes = list(tree if whole else index.nodes_from(index.base_count, tree._count))
+    if not whole:
+        return _annotation_records(number, tree, log.since(tree._said, log.base, log.base_count))
+    nodes = list(tree)
     said = zip(nodes, tree._read_said(nodes, None), strict=True)
-    records = [Said(node.id, *each) for node, values in said for each in values.items()]
-    anew = [] if whole else log.since(tree._said, log.base, log.base_count)
-    return _annotation_records(number, tree, [*records, *anew])
+    return _annotation_records(number, tree, [Said(node.id, *each) for node, values in said for each in values.items()])

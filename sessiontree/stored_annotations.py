@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sessiontree.annotation_log import is_on_path
 from sessiontree.annotations import Annotation
 from sessiontree.errors import CorruptTree, UnknownNode
 from sessiontree.node import Node
@@ -35,16 +36,28 @@ class StoredAnnotations:
     @staticmethod
     def _read(indexes: Sequence[StoredIndex], nodes: Sequence[Node], name: str | None) -> list[dict[str, Annotation]]:
         found: list[dict[str, Annotation]] = [{} for _ in nodes]
-        for index in indexes:  # what a fork says itself comes last, and counts
-            if not index.source.annotated:
-                continue
-            at = {ordinal: number for number, node in enumerate(nodes) if (ordinal := index.ordinal_of(node)) is not None}
-            for record in index.source.annotations(list(at), name):
-                number = at[record.ordinal]
-                if nodes[number].id != record.node_id:
-                    said = f"annotation {record.name!r} of node {record.ordinal} of session {record.session} is of another node"
-                    if index.source.shared:
-                        raise UnknownNode(f"{said}: that one was dropped and removed elsewhere", node_id=nodes[number].id)
-                    raise CorruptTree(said, session=record.session)
-                found[number][record.name] = record.value
+        wanted = list(zip(nodes, found, strict=True))
+        for index in reversed(indexes):  # what a fork says itself comes first, and counts
+            if index.source.annotated:
+                _read_own(index, wanted, name)
+            if (tip := index.tip) is not None:
+                wanted = [(node, values) for node, values in wanted if is_on_path(node, tip)]
         return found
+
+
+def _read_own(index: StoredIndex, wanted: Sequence[tuple[Node, dict[str, Annotation]]], name: str | None) -> None:
+    """Add what one session says of nodes to what is known of them."""
+    at = {ordinal: number for number, (node, _) in enumerate(wanted) if (ordinal := index.ordinal_of(node)) is not None}
+    own: list[dict[str, Annotation]] = [{} for _ in wanted]
+    for record in index.source.annotations(list(at), name):
+        number = at[record.ordinal]
+        node = wanted[number][0]
+        if node.id != record.node_id:
+            said = f"annotation {record.name!r} of node {record.ordinal} of session {record.session} is of another node"
+            if index.source.shared:
+                raise UnknownNode(f"{said}: that one was dropped and removed elsewhere", node_id=node.id)
+            raise CorruptTree(said, session=record.session)
+        own[number][record.name] = record.value  # of several, the last
+    for (_, values), mine in zip(wanted, own, strict=True):
+        for each, value in mine.items():
+            values.setdefault(each, value)

@@ -418,7 +418,9 @@ class SessionTree(Sealed):
                 gone.add(node.id)
             elif ordinal >= index.base_count:
                 index.add(node)
-        said = [each for each in self._said_since(None) if index.find(each.node_id, index.count) is not None]
+        nodes = list(index.walk(index.count))
+        values = zip(nodes, self._read_said(nodes, None), strict=True)
+        said = [Said(node.id, *each) for node, named in values for each in named.items()]
         log = AnnotationLog() if said else None
         if log is not None:
             log.takes(0, said)
@@ -458,11 +460,7 @@ class SessionTree(Sealed):
         a fork drops none of them. To go on from all of them, see :meth:`linearize`. Where anything is said, the path is walked.
         """
         node = self._resolve(node)
-        tree = self._over_path(node, self.limits, query.sibling_results(node, self._children))
-        for each in node.path() if self._log is not None else ():
-            if each.links:  # what it is a prefix of is not on this path
-                tree = tree._annotated(each, inherited(self._read_said, self.node, each))
-        return tree
+        return self._over_path(node, self.limits, query.sibling_results(node, self._children))
 
     def _over_path(self, tip: Node, limits: Limits, beside: Iterable[Node] = ()) -> SessionTree:
         """A tree over the path of one of this tree's nodes. ``beside``: children of that path, which come along.
@@ -473,10 +471,14 @@ class SessionTree(Sealed):
         beside = tuple(beside)
         for node in beside:
             index.add(node)
-        tree = _value(index, index.count, {}, 0, _over(self._log, self._said), self._said, True)
-        for node in () if self._log is None else (*tip.path(), *beside):
-            if node.links:
-                tree = tree._annotated(node, inherited(self._read_said, self.node, node))
+        log = None if self._log is None else AnnotationLog(self._log, self._said, tip=tip)
+        tree = _value(index, index.count, {}, 0, log, self._said, True)
+        if log is not None:
+            for node in tip.path():
+                if node.links:
+                    tree = tree._annotated(node, inherited(self._read_said, self.node, node))
+            for node in beside:
+                tree = tree._annotated(node, self.annotations(node))
         return tree
 
     def linearize(self, results: Sequence[Node | bytes]) -> tuple[SessionTree, Node]:
@@ -570,11 +572,9 @@ class SessionTree(Sealed):
             log.takes(self._said, more)
         return _value(self._index, self._count, self._heads, self._moves, log, self._said + len(more), self._writes)
 
-    def _said_since(self, before: SessionTree | None) -> list[Said]:
-        """The annotations that an earlier value of the same session has not; None: all there are in memory."""
-        if self._log is None:
-            return []
-        return self._log.since(self._said, *((None, 0) if before is None else (before._log, before._said)))
+    def _said_since(self, before: SessionTree) -> list[Said]:
+        """The annotations that an earlier value of the same session has not."""
+        return [] if self._log is None else self._log.since(self._said, before._log, before._said)
 
     def _keeping_prefixes(self, roots: Sequence[Node]) -> SessionTree:
         """The tree before ``roots`` go: what is said of them is said of those that are prefixes of them and stay."""

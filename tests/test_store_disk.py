@@ -1827,13 +1827,12 @@ def test_d08_a_process_that_is_killed_loses_nothing_acknowledged(tmp_path: Path)
         durability = DURABILITIES[loop % 3]
         process = in_process(KILLED, str(tmp_path / "store"), durability)
         assert process.stdout is not None and process.stderr is not None
-        for _ in range(random.Random(loop).randint(1, 60)):
-            assert process.stdout.readline(), process.stderr.read()
-            break
+        read = [process.stdout.readline() for _ in range(random.Random(loop).randint(1, 60))]
+        assert all(read), process.stderr.read()
         time.sleep(0.02 * (loop % 4))
         process.kill()
         out = process.communicate()[0]
-        for line in out.splitlines():
+        for line in (*read, *out.splitlines()):
             if len(words := line.split()) == 2 and len(words[1]) == 64:
                 known.setdefault(words[0], []).append(words[1])
         with SessionStore.open(tmp_path / "store") as store:

@@ -26,7 +26,9 @@ class StoredAnnotations:
             path = own.tip.path()
             found = {node.id: said[name] for node, said in zip(path, self._read(above, path, name), strict=True) if said}
         if own.source.annotated:
-            found |= {record.node_id: record.value for record in own.source.annotations(None, name)}
+            for record in own.source.annotations(None, name):
+                if own.source.has(record.ordinal):  # else it was dropped, and what is made again begins anew
+                    found[record.node_id] = record.value
         return found
 
     def read(self, nodes: Sequence[Node], name: str | None) -> list[dict[str, Annotation]]:
@@ -38,13 +40,17 @@ class StoredAnnotations:
         for index in indexes:  # what a fork says itself comes last, and counts
             if not index.source.annotated:
                 continue
-            at = {ordinal: number for number, node in enumerate(nodes) if (ordinal := index.ordinal_of(node)) is not None}
+            at: dict[int, list[int]] = {}  # a node may be asked for more than once
+            for number, node in enumerate(nodes):
+                if (ordinal := index.ordinal_of(node)) is not None:
+                    at.setdefault(ordinal, []).append(number)
             for record in index.source.annotations(list(at), name):
-                number = at[record.ordinal]
+                number = at[record.ordinal][0]
                 if nodes[number].id != record.node_id:
                     said = f"annotation {record.name!r} of node {record.ordinal} of session {record.session} is of another node"
                     if index.source.shared:
                         raise UnknownNode(f"{said}: that one was dropped and removed elsewhere", node_id=nodes[number].id)
                     raise CorruptTree(said, session=record.session)
-                found[number][record.name] = record.value
+                for number in at[record.ordinal]:
+                    found[number][record.name] = record.value
         return found

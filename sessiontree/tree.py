@@ -515,7 +515,7 @@ class SessionTree(Sealed):
         return annotation_of_each(self._read_said, self.node, found, name)
 
     def annotated(self, name: str) -> dict[bytes, Annotation]:
-        """What nodes have by this name themselves, by their ids, whether they are in the tree or not. O(what is said by it)."""
+        """What nodes have by this name themselves, by their ids. O(what is said by it)."""
         return {} if self._log is None else self._log.named(name, self._said)
 
     def token_values(self, node: Node | bytes, name: str, start: int = 0, stop: int | None = None) -> TokenWindow:

@@ -41,15 +41,41 @@ class AnnotationSource(Protocol):
         """What nodes of the session, and of the path that it shares, have by a name, by their ids. Raises the same."""
 
 
+class Shared(NamedTuple):
+    """The nodes that a fork has of what it was forked from: the path of ``tip``, and some ``beside`` it, by their ids.
+
+    A node that the fork makes itself is none of them, also where it has the id of one that stands there.
+    """
+
+    tip: Node
+    beside: frozenset[bytes]
+
+    def has(self, node: Node) -> bool:
+        return node.id in self.beside or on_path(node, self.tip)
+
+    def ids(self) -> frozenset[bytes]:
+        return self.beside.union(node.id for node in self.tip.path())
+
+
 class AnnotationLog:
-    """See the module. ``base``, ``base_count``: what it lies over, and how much of that; ``source``: what is stored below it."""
+    """See the module. ``base``, ``base_count``: what it lies over, and how much of that; ``source``: what is stored below it.
 
-    __slots__ = ("_busy", "_by_node", "_lock", "_nbytes", "_said", "base", "base_count", "source")
+    ``shared``: of a fork, the nodes of which what it lies over counts; None: all.
+    """
 
-    def __init__(self, base: AnnotationLog | None = None, base_count: int = 0, source: AnnotationSource | None = None) -> None:
+    __slots__ = ("_busy", "_by_node", "_lock", "_nbytes", "_said", "base", "base_count", "shared", "source")
+
+    def __init__(
+        self,
+        base: AnnotationLog | None = None,
+        base_count: int = 0,
+        source: AnnotationSource | None = None,
+        shared: Shared | None = None,
+    ) -> None:
         self.base = base
         self.base_count = base_count
         self.source = source
+        self.shared = shared
         self._busy = False  # somebody is adding to it; whoever comes in between on the same thread leaves it alone
         self._lock = new_lock()
         self._said: list[Said] = []
@@ -81,18 +107,21 @@ class AnnotationLog:
     def read(self, nodes: Sequence[Node], count: int, name: str | None = None) -> list[dict[str, Annotation]]:
         """What is said of nodes within the first ``count``, by name; ``name``: that one alone."""
         found: list[dict[str, Annotation]] = [{} for _ in nodes]
+        asked = list(zip(nodes, found, strict=True))
         log: AnnotationLog | None = self
         while log is not None:
-            for node, values in zip(nodes, found, strict=True) if log._by_node else ():
+            for node, values in asked if log._by_node else ():
                 names = log._by_node.get(node.id, {})
                 for each in list(names) if name is None else (name,):  # in one step: others add to it
                     numbers = names.get(each, ())
                     if each not in values and (last := bisect_left(numbers, count)):
                         values[each] = log._said[numbers[last - 1] - log.base_count].value
             if log.source is not None:
-                for values, stored in zip(found, log.source.read(nodes, name), strict=True):
+                for (_, values), stored in zip(asked, log.source.read([node for node, _ in asked], name), strict=True):
                     for each, value in stored.items():
                         values.setdefault(each, value)
+            if log.shared is not None:
+                asked = [each for each in asked if log.shared.has(each[0])]
             count = min(count, log.base_count)
             log = log.base
         return found
@@ -100,13 +129,16 @@ class AnnotationLog:
     def named(self, name: str, count: int) -> dict[bytes, Annotation]:
         """What is said by a name within the first ``count``, by the ids of nodes."""
         found: dict[bytes, Annotation] = {}
+        shared: frozenset[bytes] | None = None
         log: AnnotationLog | None = self
         while log is not None:
             for said in reversed(log._said[: max(0, count - log.base_count)]):
-                if said.name == name:
+                if said.name == name and (shared is None or said.node_id in shared):
                     found.setdefault(said.node_id, said.value)
             if log.source is not None:
-                found = {**log.source.named(name), **found}
+                stored = log.source.named(name)
+                found = {each: value for each, value in stored.items() if shared is None or each in shared} | found
+            shared = log._shared_above(shared)
             count = min(count, log.base_count)
             log = log.base
         return found
@@ -117,15 +149,25 @@ class AnnotationLog:
         Not what is stored.
         """
         layers: list[list[Said]] = []
+        shared: frozenset[bytes] | None = None
         log: AnnotationLog | None = self
         while log is not None and count > first:
-            layers.append(log._said[max(0, first - log.base_count if log is before else 0) : count - log.base_count])
+            some = log._said[max(0, first - log.base_count if log is before else 0) : count - log.base_count]
+            layers.append(some if shared is None else [said for said in some if said.node_id in shared])
             if log is before:
                 break
+            shared = log._shared_above(shared)
             count = min(count, log.base_count)
             log = log.base
         last = {(said.node_id, said.name): said for layer in reversed(layers) for said in layer}
         return list(last.values())
+
+    def _shared_above(self, shared: frozenset[bytes] | None) -> frozenset[bytes] | None:
+        """Of which nodes what it lies over counts, where it counts of ``shared`` itself; None: of all."""
+        if self.shared is None:
+            return shared
+        ids = self.shared.ids()
+        return ids if shared is None else ids & shared
 
     def node_ids(self, count: int) -> Iterator[bytes]:
         """Ids of the nodes of which something is said within the first ``count``, some more than once. Not of what is stored."""
@@ -138,6 +180,11 @@ class AnnotationLog:
     def held_bytes(self) -> int:
         """About how many bytes it takes, without what it lies over."""
         return getsizeof(self._by_node) + self._nbytes
+
+
+def on_path(node: Node, tip: Node) -> bool:
+    """Whether a node is on the path of another."""
+    return node.depth <= tip.depth and tip.ancestor(node.depth).id == node.id
 
 
 Find = Callable[[bytes], Node]  # raises UnknownNode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sessiontree.annotation_log import on_path
 from sessiontree.annotations import Annotation
 from sessiontree.errors import CorruptTree, UnknownNode
 from sessiontree.node import Node
@@ -37,11 +38,18 @@ class StoredAnnotations:
     @staticmethod
     def _read(indexes: Sequence[StoredIndex], nodes: Sequence[Node], name: str | None) -> list[dict[str, Annotation]]:
         found: list[dict[str, Annotation]] = [{} for _ in nodes]
-        for index in indexes:  # what a fork says itself comes last, and counts
+        numbers = list(range(len(nodes)))
+        asked = []
+        for index in reversed(indexes):
+            asked.append((index, numbers))
+            if index.tip is not None:  # the sessions before it say something of its path, and of nothing that is made again
+                numbers = [number for number in numbers if on_path(nodes[number], index.tip)]
+        for index, numbers in reversed(asked):  # what a fork says itself comes last, and counts
             if not index.source.annotated:
                 continue
             at: dict[int, list[int]] = {}  # a node may be asked for more than once
-            for number, node in enumerate(nodes):
+            for number in numbers:
+                node = nodes[number]
                 if (ordinal := index.ordinal_of(node)) is not None:
                     at.setdefault(ordinal, []).append(number)
             for record in index.source.annotations(list(at), name):

@@ -21,6 +21,7 @@ from sessiontree.annotation_log import (
     AnnotationLog,
     AnnotationSource,
     Said,
+    Shared,
     annotation_of_each,
     annotations_of,
     inherited,
@@ -473,7 +474,9 @@ class SessionTree(Sealed):
         beside = tuple(beside)
         for node in beside:
             index.add(node)
-        tree = _value(index, index.count, {}, 0, _over(self._log, self._said), self._said, True)
+        shared = Shared(tip, frozenset(node.id for node in beside))
+        log = None if self._log is None else AnnotationLog(self._log, self._said, None, shared)
+        tree = _value(index, index.count, {}, 0, log, self._said, True)
         for node in () if self._log is None else (*tip.path(), *beside):
             if node.links:
                 tree = tree._annotated(node, inherited(self._read_said, self.node, node))

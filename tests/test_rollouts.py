@@ -262,3 +262,32 @@ def test_sessions_that_are_dropped_meanwhile_have_none(store: SessionStore) -> N
     (left,) = by_prompt
     assert [each.node.id for each in left.rollouts] == [kept[0][0].id, kept[2][0].id, kept[2][1].id]
     assert list(pairs) == []
+
+
+def test_what_a_fork_samples_anew_has_nothing_of_what_its_source_sampled(store: SessionStore) -> None:
+    session = store.create("s", scheme=SCHEME)
+    task = session.append(session.root, [1, 2], annotations={"mine": 1})
+
+    def sample(at: Session) -> Node:
+        draft = at.draft(task.id, key="step 0")
+        draft.extend([5, 6])
+        return draft.commit("stop")
+
+    first = sample(session)
+    session.annotate(first, {"reward": 1.0})
+    again = sample(store.fork(session, task, "fork"))
+    assert again == first
+    store.get("s").annotate(first.id, {"reward": 2.0})
+    for _ in range(2):
+        fork = store.get("fork")
+        assert (fork.annotation(task.id, "mine"), fork.annotations(again.id)) == (1, {})
+        assert fork.tree.annotated("reward") == {}
+        assert [(each.session_id, each.reward) for each in rollouts(store)] == [("s", 2.0), ("fork", None)]
+        (group,) = groups(store)
+        assert [(each.session_id, each.reward) for each in group.rollouts] == [("s", 2.0), ("fork", None)]
+        store.flush()
+        store.evict(0)
+    fork = store.get("fork")
+    kept = fork.append(fork.root, [9])
+    fork.drop(kept)
+    assert (fork.annotation(task.id, "mine"), fork.annotations(again.id)) == (1, {})

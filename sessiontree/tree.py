@@ -554,7 +554,7 @@ class SessionTree(Sealed):
 
     def _annotated(self, node: Node, values: Mapping[str, Annotation]) -> SessionTree:
         """The same, of one of its own nodes, by values that were checked."""
-        own = self._read_said([node], None)[0]
+        own = self._read_said([node], *values if len(values) == 1 else (None,))[0]
         more = []
         for name, value in values.items():
             older = own.get(name)
@@ -582,9 +582,10 @@ class SessionTree(Sealed):
     def _keeping_prefixes(self, roots: Sequence[Node]) -> SessionTree:
         """The tree before ``roots`` go: what is said of them is said of those that are prefixes of them and stay."""
         tree, gone = self, {root.id for root in roots}
-        for root in roots if self._said else ():
-            for other in self.siblings(root):
-                if other.id not in gone and any(link.kind == "prefix_of" and link.node_id == root.id for link in other.links):
+        parents = {root.parent.id: root.parent for root in roots if root.parent is not None} if self._said else {}
+        for parent in parents.values():
+            for _, other in self._children(parent):
+                if other.id not in gone and any(link.kind == "prefix_of" and link.node_id in gone for link in other.links):
                     tree = tree._annotated(other, inherited(self._read_said, self.node, other))
         return tree
 

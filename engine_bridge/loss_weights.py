@@ -24,7 +24,7 @@ from sessiontree.rollouts import Rollout
 #: trained tokens, so 1/R times the sum of 1/n over the rows that have it; R rows have a trained token, n is how many a row has.
 #: Otherwise numbers by node, of a function or a mapping: one for the node, or (its tokens,).
 Weighting = Literal["once", "per_branch_mean"] | Callable[[Node], ArrayLike] | Mapping[Node, ArrayLike]
-Leaves = Session | SessionTree | Node | Sequence[Node | Rollout]
+Leaves = Session | SessionTree | Node | Iterable[Node | Rollout]
 
 _NAMED: Final = ("once", "per_branch_mean")
 
@@ -117,7 +117,7 @@ class Said:
         if not isinstance(value, Spans) or any(isinstance(each, str) for _, _, each in value):
             raise Unsupported(f"{name!r} of {node!r} is a {type(value).__name__}, no number for each token", node=node)
         known[:] = False
-        values = np.zeros(count, np.int64)
+        values = np.zeros(count, np.asarray([0, *(each for _, _, each in value)]).dtype)  # int64 holds not every one
         for begin, end, each in value:
             there = slice(max(begin - start, 0), max(end - start, 0))
             values[there], known[there] = each, True
@@ -138,6 +138,7 @@ def leaves_of(leaves: Leaves, annotations: Annotations | None) -> tuple[list[Nod
         parents = {node.parent.id for node in nodes if node.parent is not None}
         found = [node for node in nodes if node.id not in parents]
     else:
+        leaves = list(leaves)  # which may come one by one, as rollouts do
         found = [leaf.node if isinstance(leaf, Rollout) else leaf for leaf in leaves]
         if annotations is None and (rollouts := [leaf for leaf in leaves if isinstance(leaf, Rollout)]):
             annotations = _read_from(rollouts)
@@ -220,8 +221,6 @@ class LossWeights:
     @classmethod
     def of(cls, forest: Forest, said: Said, weighting: Weighting, factors: Sequence[str]) -> LossWeights:
         """Raises Unsupported where a weighting or factor says nothing of a trained token, OutOfRange for a number that is none."""
-        if isinstance(factors, str) or not all(isinstance(name, str) for name in factors):
-            raise TypeError("factors are a sequence of names of annotations")
         trained = _trained(forest, said)
         base = trained.astype(np.float64)
         for name in factors:
@@ -265,12 +264,13 @@ def _trained(forest: Forest, said: Said) -> NDArray[np.bool_]:
 def _multiply(base: NDArray[np.float64], trained: NDArray[np.bool_], forest: Forest, said: Said, name: str) -> None:
     optional = name == LOSS_WEIGHT or name.startswith(f"{LOSS_WEIGHT}/")
     for at, stop, (node, start, end, _) in zip(forest.starts.tolist(), forest.stops.tolist(), forest.segments, strict=True):
-        if optional and said.of(node, name) is None:
+        chosen = trained[at:stop]
+        if not chosen.any() or (optional and said.of(node, name) is None):
             continue
         values, known = said.numbers(node, name, start - node.start, end - node.start)
-        if not optional and not known[trained[at:stop]].all():
+        if not optional and not known[chosen].all():
             raise Unsupported(f"{node!r} has tokens to train on and no {name!r} for all of them", node=node)
-        base[at:stop] *= np.where(known, values, 1)
+        base[at:stop] *= np.where(known & chosen, values, 1)
 
 
 def _row_shares(forest: Forest, trained: NDArray[np.bool_]) -> NDArray[np.float64]:
@@ -310,7 +310,8 @@ def _custom(forest: Forest, trained: NDArray[np.bool_], weighting: Any) -> NDArr
             raise OutOfRange(
                 f"weights of shape {values.shape} for {node!r}; () or ({len(node)},)", value=values.shape, limit=len(node)
             )
-        scale[at:stop] = values if values.ndim == 0 else values[start - node.start : end - node.start]
+        mine = values if values.ndim == 0 else values[start - node.start : end - node.start]
+        scale[at:stop] = np.where(trained[at:stop], mine, 1)
     return scale
 
 
@@ -325,12 +326,15 @@ def _owners(forest: Forest) -> list[int]:
 
 
 def planned(
-    leaves: Leaves, mode: Mode, annotations: Annotations | None, weighting: Weighting, factors: Sequence[str]
+    leaves: Leaves, mode: Mode, annotations: Annotations | None, weighting: Weighting, factors: Iterable[str]
 ) -> tuple[Said, LossWeights]:
     """What packs and rows are made from. Raises as its parts."""
+    names = tuple(factors)
+    if isinstance(factors, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError("factors are a sequence of names of annotations")
     nodes, annotations = leaves_of(leaves, annotations)
     said = Said(annotations)
     paths = {node.id: node for leaf in nodes for node in leaf.path()}
-    said.ask(list(paths.values()), (TRAIN, LOSS_MASK, *factors))
+    said.ask(list(paths.values()), (TRAIN, LOSS_MASK, *names))
     forest = Forest.of(trained_rows(nodes, said), mode, said.find)
-    return said, LossWeights.of(forest, said, weighting, factors)
+    return said, LossWeights.of(forest, said, weighting, names)

@@ -6,7 +6,7 @@ rows counts in them together what it counts in the pack: each row's share under 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, Final, Literal, get_args
 
 import attrs
@@ -67,7 +67,7 @@ def pack_rows(
     mode: Mode = "as_decoded",
     annotations: Annotations | None = None,
     weighting: Weighting = "once",
-    factors: Sequence[str] = (LOSS_WEIGHT,),
+    factors: Iterable[str] = (LOSS_WEIGHT,),
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> PackedRows:

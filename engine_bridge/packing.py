@@ -7,7 +7,7 @@ follows it, with a weight (:mod:`engine_bridge.loss_weights`). Loss and gradient
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, overload
 
 import attrs
@@ -120,7 +120,7 @@ class TreePack:
         known_of_all = np.zeros(len(self), np.bool_)
         shape = parts[0][3].shape[1:] if parts else ()
         dtype = np.result_type(*(values.dtype for _, _, _, values, _ in parts)) if parts else np.dtype(np.float32)
-        values_of_all = np.zeros((len(self), *shape), dtype)
+        values_of_all = np.zeros((len(self), *shape), dtype.str)  # one that torch knows: NumPy has two types of some sizes
         for node, start, stop, values, known in parts:
             if values.shape[1:] != shape:
                 raise Unsupported(f"{name!r} of {node!r} has rows of {values.shape[1:]}, those of others {shape}", node=node)
@@ -168,7 +168,7 @@ def pack_tree(
     mode: Mode = "as_decoded",
     annotations: Annotations | None = None,
     weighting: Weighting = "once",
-    factors: Sequence[str] = (LOSS_WEIGHT,),
+    factors: Iterable[str] = (LOSS_WEIGHT,),
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> TreePacks:

@@ -10,6 +10,7 @@ out, so nobody can change what a node has.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, Self
@@ -116,9 +117,11 @@ class OfTokens(Sealed):
             return self
         self._check_like(older, what)
         kept: list[Part] = []
+        ends = [self._stop(mine) for mine in self._parts]
         for part in older._parts:
             at, stop = part[0], self._stop(part)
-            for mine in self._parts:
+            for number in range(bisect_right(ends, at), len(ends)):  # of those that end behind its beginning
+                mine = self._parts[number]
                 if mine[0] >= stop:
                     break
                 if mine[0] > at:

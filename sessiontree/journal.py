@@ -265,7 +265,8 @@ class SessionNodes:
         return int(self._places.nbytes) + sum(int(table.nbytes) for table in tables)
 
     def has(self, ordinal: int) -> bool:
-        return ordinal < self.first or bool(self._places[ordinal - self.first] != MISSING)
+        at = ordinal - self.first
+        return at < 0 or (at < len(self._places) and bool(self._places[at] != MISSING))
 
     def resize(self, count: int) -> None:
         """Have so many ordinals, before anybody sees it."""

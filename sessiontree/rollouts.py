@@ -11,13 +11,14 @@ store, whatever else is in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from hashlib import sha256
 from typing import Any, Final, Protocol
 
 import attrs
 
 from sessiontree.annotations import REWARD, TRAIN, Annotation
-from sessiontree.errors import OutOfRange, Unsupported
+from sessiontree.errors import OutOfRange, UnknownNode, UnknownSession, Unsupported
 from sessiontree.node import Node
 from sessiontree.tree import SessionTree
 
@@ -90,7 +91,8 @@ def rollouts(
     What a fork shares with the session it was forked from comes in both where it ends in both: a fork without turns of its own is
     the path it was forked at.
 
-    Raises OutOfRange for a rank that is none; Unsupported where a reward is no number; CorruptTree, StoreFailed.
+    A session that is dropped before its turn comes has none. Raises OutOfRange for a rank that is none; Unsupported where a reward
+    is no number; CorruptTree, StoreFailed.
     """
     if isinstance(rank, bool) or not 0 <= rank < world_size:
         raise OutOfRange(f"rank {rank} of {world_size}", value=rank, limit=world_size)
@@ -113,7 +115,8 @@ def groups(source: Source, *, least: int = 1, rank: int = 0, world_size: int = 1
     """Rollouts by prompt, those of many sessions together, in the order in which the first of each was made.
 
     ``least``: groups of fewer are left out. A first pass over the store notes where the rollouts of each prompt are, some hundred
-    bytes for each; a second reads a group at a time. Raises what :func:`rollouts` raises.
+    bytes for each; a second reads a group at a time, without those that were dropped in between. Raises what :func:`rollouts`
+    raises.
     """
     places: dict[bytes, list[tuple[str, bytes]]] = {}
     for rollout in rollouts(source, rank=rank, world_size=world_size):
@@ -128,14 +131,16 @@ def _groups(source: Source, places: dict[bytes, list[tuple[str, bytes]]], least:
             continue
         made = []
         for session_id, node_id in found:
-            if known is None or known[0] != session_id:
-                known = session_id, _tree_of(source, session_id)
-            tree = known[1]
-            node = tree.node(node_id)
-            made.append(
-                Rollout(session_id, tree, node, _prompt_of(node) or tree.root, _reward(tree.annotation(node, REWARD), node))
-            )
-        yield Group(prompt_id, tuple(made))
+            with suppress(UnknownSession, UnknownNode):
+                if known is None or known[0] != session_id:
+                    known = session_id, _tree_of(source, session_id)
+                tree = known[1]
+                node = tree.node(node_id)
+                made.append(
+                    Rollout(session_id, tree, node, _prompt_of(node) or tree.root, _reward(tree.annotation(node, REWARD), node))
+                )
+        if made and len(made) >= least:
+            yield Group(prompt_id, tuple(made))
 
 
 def sample_siblings(tree: SessionTree, node: Node | bytes, count: int, *, seed: int = 0) -> tuple[Node, ...]:
@@ -155,7 +160,10 @@ def sample_siblings(tree: SessionTree, node: Node | bytes, count: int, *, seed: 
 
 def _found(source: Source, rank: int, world_size: int) -> Iterator[Rollout]:
     for session_id in (source.id,) if hasattr(source, "id") else source.sessions():
-        tree = _tree_of(source, session_id)
+        try:
+            tree = _tree_of(source, session_id)
+        except UnknownSession:  # it was dropped since they were listed
+            continue
         never = frozenset(node_id for node_id, train in tree.annotated(TRAIN).items() if train is False)
         rewards = tree.annotated(REWARD)
         for node in tree._index.leaves(tree._count):

@@ -47,17 +47,20 @@ class StoredAnnotations:
 
 def _read_own(index: StoredIndex, wanted: Sequence[tuple[Node, dict[str, Annotation]]], name: str | None) -> None:
     """Add what one session says of nodes to what is known of them."""
-    at = {ordinal: number for number, (node, _) in enumerate(wanted) if (ordinal := index.ordinal_of(node)) is not None}
-    own: list[dict[str, Annotation]] = [{} for _ in wanted]
+    at: dict[int, list[tuple[Node, dict[str, Annotation]]]] = {}  # one may be asked for more than once
+    for each in wanted:
+        if (ordinal := index.ordinal_of(each[0])) is not None:
+            at.setdefault(ordinal, []).append(each)
+    own: dict[int, dict[str, Annotation]] = {}
     for record in index.source.annotations(list(at), name):
-        number = at[record.ordinal]
-        node = wanted[number][0]
+        node = at[record.ordinal][0][0]
         if node.id != record.node_id:
             said = f"annotation {record.name!r} of node {record.ordinal} of session {record.session} is of another node"
             if index.source.shared:
                 raise UnknownNode(f"{said}: that one was dropped and removed elsewhere", node_id=node.id)
             raise CorruptTree(said, session=record.session)
-        own[number][record.name] = record.value  # of several, the last
-    for (_, values), mine in zip(wanted, own, strict=True):
-        for each, value in mine.items():
-            values.setdefault(each, value)
+        own.setdefault(record.ordinal, {})[record.name] = record.value  # of several, the last
+    for ordinal, said_here in own.items():
+        for _, values in at[ordinal]:
+            for named, value in said_here.items():
+                values.setdefault(named, value)

@@ -517,7 +517,7 @@ class SessionTree(Sealed):
         return annotation_of_each(self._read_said, self.node, found, name)
 
     def annotated(self, name: str) -> dict[bytes, Annotation]:
-        """What nodes have by this name themselves, by their ids, whether they are in the tree or not. O(what is said by it)."""
+        """What nodes have by this name themselves, by their ids. O(what is said by it)."""
         return {} if self._log is None else self._log.named(name, self._said)
 
     def token_values(self, node: Node | bytes, name: str, start: int = 0, stop: int | None = None) -> TokenWindow:
@@ -553,7 +553,7 @@ class SessionTree(Sealed):
 
     def _annotated(self, node: Node, values: Mapping[str, Annotation]) -> SessionTree:
         """The same, of one of its own nodes, by values that were checked."""
-        own = self._read_said([node], None)[0]
+        own = self._read_said([node], *values if len(values) == 1 else (None,))[0]
         more = []
         for name, value in values.items():
             older = own.get(name)
@@ -579,9 +579,10 @@ class SessionTree(Sealed):
     def _keeping_prefixes(self, roots: Sequence[Node]) -> SessionTree:
         """The tree before ``roots`` go: what is said of them is said of those that are prefixes of them and stay."""
         tree, gone = self, {root.id for root in roots}
-        for root in roots if self._said else ():
-            for other in self.siblings(root):
-                if other.id not in gone and any(link.kind == "prefix_of" and link.node_id == root.id for link in other.links):
+        parents = {root.parent.id: root.parent for root in roots if root.parent is not None} if self._said else {}
+        for parent in parents.values():
+            for _, other in self._children(parent):
+                if other.id not in gone and any(link.kind == "prefix_of" and link.node_id in gone for link in other.links):
                     tree = tree._annotated(other, inherited(self._read_said, self.node, other))
         return tree
 

@@ -274,6 +274,15 @@ def branched() -> tuple[Session, list[Node]]:
     return session, [decode(session, answer, [50, 51]), decode(session, answer, [60, 61]), second]
 
 
+def one_reply() -> tuple[Session, Node, Node]:
+    """A prompt of two tokens, and a reply of three."""
+    session = new_session()
+    prompt = session.append(session.root, [1, 2])
+    draft = session.draft(prompt)
+    draft.extend([5, 6, 7])
+    return session, prompt, draft.commit()
+
+
 def test_a_small_tree() -> None:
     _, leaves = branched()
     packs = pack_tree(leaves, weighting="per_branch_mean", dtype=torch.float64)
@@ -418,6 +427,45 @@ def test_loss_masks_and_named_weights() -> None:
     session.annotate(other, {"routed_experts": TokenValues(routed[:, :2])})
     with pytest.raises(Unsupported, match=r"rows of \(2, 2\)"):
         pack_tree([leaf, other], annotations=session)[0].token_values("routed_experts")
+
+
+def test_rollouts_and_factors_may_come_one_by_one() -> None:
+    session, leaves = branched()
+    session.annotate(leaves[0], {LOSS_WEIGHT: 3.0})
+    for leaf in (*leaves, leaves[0].path()[2]):
+        session.annotate(leaf, {ADVANTAGE: 2.0})
+    names = LOSS_WEIGHT, ADVANTAGE
+    (whole,), (streamed,) = pack_tree(session, factors=names), pack_tree(rollouts(session), factors=iter(names))
+    assert torch.equal(whole.edges.weight, streamed.edges.weight)
+    assert set(streamed.edges.weight.tolist()) == {2.0, 6.0}
+    rows = pack_rows(rollouts(session), factors=iter(names))
+    assert torch.equal(pack_rows(session, factors=names).weights, rows.weights)
+    session.annotate(session.leaves()[0], {TRAIN: False})
+    assert session.leaves()[0] not in pack_tree(leaf for leaf in rollouts(session)).rows
+
+
+def test_what_is_said_of_tokens_that_are_not_trained_does_not_matter() -> None:
+    session, prompt, reply = one_reply()
+    session.annotate(prompt, {LOSS_WEIGHT: "none", ADVANTAGE: np.full(2, np.nan)})
+    session.annotate(reply, {LOSS_MASK: np.array([False, True, True]), ADVANTAGE: np.array([np.nan, 2.0, 3.0])})
+    (pack,) = pack_tree(session, factors=(LOSS_WEIGHT, ADVANTAGE))
+    assert pack.edges.weight.tolist() == [2.0, 3.0]
+    (pack,) = pack_tree(session, weighting={reply: np.array([np.inf, 5.0, 6.0])})
+    assert pack.edges.weight.tolist() == [5.0, 6.0]
+    session.annotate(reply, {LOSS_MASK: np.ones(3, np.bool)})
+    with pytest.raises(OutOfRange, match="the weight nan"):
+        pack_tree(session, factors=(ADVANTAGE,))
+
+
+def test_numbers_of_64_bits() -> None:
+    session, prompt, reply = one_reply()
+    session.annotate(prompt, {"big": 2**64 - 1})
+    session.annotate(reply, {LOSS_WEIGHT: Spans([(0, 1, 2**64 - 1), (1, 3, 2)])})
+    (pack,) = pack_tree(session)
+    assert pack.edges.weight.tolist() == [2.0**64, 2.0, 2.0]
+    values, known = pack.token_values("big")
+    assert values.tolist() == [2**64 - 1, 2**64 - 1, 0, 0, 0]
+    assert known.tolist() == [True, True, False, False, False]
 
 
 def test_positions_of_either_mode() -> None:

@@ -215,3 +215,79 @@ def test_leaves_of_any_tree_are_those_that_nothing_hangs_on(parents: list[int], 
         fork.append(nodes[at % len(nodes)] if nodes[at % len(nodes)] in fork.tree else fork.root, [500 + at])
     for tree in (session.tree, fork.tree):
         assert tuple(tree._index.leaves(tree._count)) == tree.leaves()
+
+
+def test_what_was_dropped_and_sampled_again_begins_anew(store: SessionStore) -> None:
+    session = store.create("s", scheme=SCHEME)
+    task = session.append(session.root, [1, 2])
+
+    def sample(**said: object) -> Node:
+        draft = session.draft(task, key="step 0")
+        draft.extend([5, 6])
+        return draft.commit("stop", annotations=said)
+
+    rejected = sample(reward=1.0, train=False)
+    session.drop(rejected)
+    assert session.tree.annotated("reward") == {}
+    again = sample()
+    assert again == rejected
+    assert [(each.node, each.reward) for each in rollouts(store)] == [(again, None)]
+    assert [(each.node, each.reward) for group in groups(store) for each in group.rollouts] == [(again, None)]
+    beside = sampled(session, task, 10)
+    assert sample_siblings(session.tree, beside, 9) == (again,)
+
+
+def test_a_node_may_be_asked_for_more_than_once(store: SessionStore) -> None:
+    session = store.create("s", scheme=SCHEME)
+    good = sampled(session, session.append(session.root, [1]), 10, 1.0)
+    store.flush()
+    store.evict(0)
+    assert store.get("s").annotation_of_each([good.id, session.root.id, good.id], "reward") == [1.0, None, 1.0]
+
+
+def test_sessions_that_are_dropped_meanwhile_have_none(store: SessionStore) -> None:
+    kept = []
+    for name in "abcd":
+        session = store.create(name, scheme=SCHEME)
+        task = session.append(session.root, [1, 2])
+        kept.append([sampled(session, task, 10), sampled(session, task, 20)])
+    (all_of_them,) = groups(store)
+    assert len(all_of_them.rollouts) == 8
+    found, by_prompt, pairs = rollouts(store), groups(store), groups(store, least=4)
+    assert next(found).node == kept[0][0]
+    store.drop("b")
+    store.get("a").drop(kept[0][1])
+    store.drop("d")
+    assert [each.session_id for each in found] == ["a", "c", "c"]
+    (left,) = by_prompt
+    assert [each.node.id for each in left.rollouts] == [kept[0][0].id, kept[2][0].id, kept[2][1].id]
+    assert list(pairs) == []
+
+
+def test_what_a_fork_samples_anew_has_nothing_of_what_its_source_sampled(store: SessionStore) -> None:
+    session = store.create("s", scheme=SCHEME)
+    task = session.append(session.root, [1, 2], annotations={"mine": 1})
+
+    def sample(at: Session) -> Node:
+        draft = at.draft(task.id, key="step 0")
+        draft.extend([5, 6])
+        return draft.commit("stop")
+
+    first = sample(session)
+    session.annotate(first, {"reward": 1.0})
+    again = sample(store.fork(session, task, "fork"))
+    assert again == first
+    store.get("s").annotate(first.id, {"reward": 2.0})
+    for _ in range(2):
+        fork = store.get("fork")
+        assert (fork.annotation(task.id, "mine"), fork.annotations(again.id)) == (1, {})
+        assert fork.tree.annotated("reward") == {}
+        assert [(each.session_id, each.reward) for each in rollouts(store)] == [("s", 2.0), ("fork", None)]
+        (group,) = groups(store)
+        assert [(each.session_id, each.reward) for each in group.rollouts] == [("s", 2.0), ("fork", None)]
+        store.flush()
+        store.evict(0)
+    fork = store.get("fork")
+    kept = fork.append(fork.root, [9])
+    fork.drop(kept)
+    assert (fork.annotation(task.id, "mine"), fork.annotations(again.id)) == (1, {})

@@ -27,7 +27,9 @@ class StoredAnnotations:
             path = own.tip.path()
             found = {node.id: said[name] for node, said in zip(path, self._read(above, path, name), strict=True) if said}
         if own.source.annotated:
-            found |= {record.node_id: record.value for record in own.source.annotations(None, name)}
+            for record in own.source.annotations(None, name):
+                if own.source.has(record.ordinal):  # else it was dropped, and what is made again begins anew
+                    found[record.node_id] = record.value
         return found
 
     def read(self, nodes: Sequence[Node], name: str | None) -> list[dict[str, Annotation]]:

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from engine_bridge.forest import Forest
 from sessiontree import Node, OutOfRange, Session, SessionTree, UnknownNode, Unsupported
-from sessiontree.annotations import LOSS_MASK, LOSS_WEIGHT, TRAIN, Annotation, Spans, TokenValues
+from sessiontree.annotations import LOSS_MASK, LOSS_WEIGHT, TRAIN, Annotation, Spans, TokenValues, rejects
 from sessiontree.positions import Mode
 from sessiontree.rollouts import Rollout
 
@@ -24,7 +24,7 @@ from sessiontree.rollouts import Rollout
 #: trained tokens, so 1/R times the sum of 1/n over the rows that have it; R rows have a trained token, n is how many a row has.
 #: Otherwise numbers by node, of a function or a mapping: one for the node, or (its tokens,).
 Weighting = Literal["once", "per_branch_mean"] | Callable[[Node], ArrayLike] | Mapping[Node, ArrayLike]
-Leaves = Session | SessionTree | Node | Sequence[Node | Rollout]
+Leaves = Session | SessionTree | Node | Iterable[Node | Rollout]
 
 _NAMED: Final = ("once", "per_branch_mean")
 
@@ -82,8 +82,8 @@ class Said:
         return found
 
     def rejected(self, node: Node) -> bool:
-        """Whether the node itself is never to be trained on."""
-        return self.of(node, TRAIN) is False
+        """Whether the node itself is never to be trained on. Raises Unsupported where ``train`` is no bool."""
+        return rejects(self.of(node, TRAIN), node.id)
 
     def mask(self, node: Node) -> bool | NDArray[np.bool_]:
         """Which of a node's tokens are trained on: all, none, or (its tokens,). Not the first of a path: nothing predicts it."""
@@ -137,10 +137,16 @@ def leaves_of(leaves: Leaves, annotations: Annotations | None) -> tuple[list[Nod
         nodes = [leaves, *annotations.descendants(leaves)]
         parents = {node.parent.id for node in nodes if node.parent is not None}
         found = [node for node in nodes if node.id not in parents]
-    else:
+    elif isinstance(leaves, Iterable):
+        leaves = list(leaves)  # it may be an iterator, and is gone through twice
         found = [leaf.node if isinstance(leaf, Rollout) else leaf for leaf in leaves]
         if annotations is None and (rollouts := [leaf for leaf in leaves if isinstance(leaf, Rollout)]):
             annotations = _read_from(rollouts)
+    else:
+        raise TypeError(
+            f"packs are made of a Session, a SessionTree, a Node, or some Nodes or Rollouts, not of a {type(leaves).__name__}; "
+            "rollouts(store) and group.rollouts are some"
+        )
     unique: dict[bytes, Node] = {}
     for node in found:
         if not isinstance(node, Node):

@@ -29,7 +29,7 @@ from sessiontree import (
 from sessiontree.annotations import ADVANTAGE, LOGPROBS, LOSS_MASK, LOSS_WEIGHT, TRAIN, Ragged, Spans, TokenValues
 from sessiontree.node import clipped_spans
 from sessiontree.positions import MODES, scheme
-from sessiontree.rollouts import rollouts
+from sessiontree.rollouts import groups, rollouts
 from tests.toy import IMG, VE, VS, image, media, new_session, toy_scheme, turn, video
 from tests.trained_trees import FAMILIES, SEEDED, WEIGHTINGS, TokenKey, Walk, decode, random_tree
 
@@ -325,6 +325,28 @@ def test_d36_each_sampled_token_once_rejected_attempts_zero_and_a_tools_change_d
         [-100, -100, 10, 11, -100, -100, 30, -100, -100],
     ]
     assert rows.weights.tolist() == [[0, 0, 1, 1, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0, 1, 0, 0]]
+
+
+def test_a_mark_that_is_no_bool_is_refused_not_overlooked() -> None:
+    session, (one, _, _) = branched()
+    session.annotate(one, {TRAIN: 0})
+    for pack in (pack_tree, pack_rows):
+        with pytest.raises(Unsupported, match=r"'train' of node .* is 0; it is True or False"):
+            pack(session)
+
+
+def test_paths_may_come_one_by_one_and_what_is_none_is_told() -> None:
+    store = SessionStore.in_memory()
+    session = store.create("s", scheme="text@hf5")
+    reply = decode(session, session.append(session.root, [1, 2]), [10, 11])
+    session.annotate(reply, {LOSS_MASK: np.array([True, False]), ADVANTAGE: 2.0})
+    (pack,) = pack_tree(rollouts(store), factors=(ADVANTAGE,))
+    assert pack.input_ids[pack.edges.target].tolist() == [10]
+    assert pack.edges.weight.tolist() == [2.0]
+    (group,) = groups(store)
+    for other in (store, group):
+        with pytest.raises(TypeError, match=rf"not of a {type(other).__name__}; rollouts\(store\) and group.rollouts are some"):
+            pack_tree(other)  # type: ignore[arg-type]
 
 
 def test_a_rejected_end_leaves_what_came_before_it() -> None:

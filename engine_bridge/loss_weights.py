@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from engine_bridge.forest import Forest
+from engine_bridge.forest import Forest, Segment
 from sessiontree import Node, OutOfRange, Session, SessionTree, UnknownNode, Unsupported
 from sessiontree.annotations import LOSS_MASK, LOSS_WEIGHT, TRAIN, Annotation, Spans, TokenValues, rejects
 from sessiontree.positions import Mode
@@ -122,6 +122,24 @@ class Said:
             there = slice(max(begin - start, 0), max(end - start, 0))
             values[there], known[there] = each, True
         return values, known
+
+    def of_each_token(self, segments: Sequence[Segment], name: str) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """(values, known) of the tokens of segments, one behind the other, zeros where nothing is said. Raises Unsupported."""
+        self.ask([segment.node for segment in segments], (name,))
+        parts, at = [], 0
+        for node, first, last, _ in segments:
+            values, known = self.values(node, name, first - node.start, last - node.start)
+            if known.any():
+                parts.append((node, slice(at, at + last - first), values, known))
+            at += last - first
+        shape = parts[0][2].shape[1:] if parts else ()
+        dtype = np.result_type(*(values.dtype for _, _, values, _ in parts)) if parts else np.dtype(np.float32)
+        values_of_all, known_of_all = np.zeros((at, *shape), dtype), np.zeros(at, np.bool_)
+        for node, there, values, known in parts:
+            if values.shape[1:] != shape:
+                raise Unsupported(f"{name!r} of {node!r} has rows of {values.shape[1:]}, those of others {shape}", node=node)
+            values_of_all[there], known_of_all[there] = values, known
+        return values_of_all, known_of_all
 
 
 def leaves_of(leaves: Leaves, annotations: Annotations | None) -> tuple[list[Node], Annotations | None]:

@@ -206,6 +206,32 @@ def test_rows_have_the_columns_of_to_transformers(padding: Any) -> None:
         assert rows.attention_mask is not None and torch.equal(rows.attention_mask, inputs["attention_mask"])
 
 
+@pytest.mark.parametrize("padding", ["left", "right", "packed"])
+def test_rows_say_of_their_tokens_what_the_pack_says(padding: Any) -> None:
+    session, leaves = branched()
+    for number, node in enumerate(session.descendants(session.root)):
+        if node.origin == "generated":
+            session.annotate(node, {LOGPROBS: -np.arange(len(node), dtype=np.float32) - number, ADVANTAGE: number})
+    (pack,) = pack_tree(leaves, annotations=session)
+    rows = pack_rows(leaves, annotations=session, padding=padding)
+    columns = [
+        (0 if padding == "packed" else at, range(int(start), int(start) + row.stop))
+        for at, row in enumerate(rows.rows)
+        for start in [rows.cu_seq_lens[at] if padding == "packed" else rows.max_length - row.stop if padding == "left" else 0]
+    ]
+    for name in (LOGPROBS, ADVANTAGE, "nothing"):
+        (values, known), (here, known_here) = pack.token_values(name), rows.token_values(name)
+        assert here.shape == known_here.shape == rows.input_ids.shape and here.dtype == values.dtype
+        seen = torch.zeros_like(known_here)
+        for at, (line, those) in enumerate(columns):
+            assert torch.equal(here[line, those], values[pack.row_indices(at)])
+            assert torch.equal(known_here[line, those], known[pack.row_indices(at)])
+            seen[line, those] = True
+        assert not known_here[~seen].any() and not here[~seen].any()
+    _, known = rows.token_values(LOGPROBS)
+    assert known[:, 1:][rows.shift_labels[:, :-1] >= 0].all()
+
+
 # --- masks ------------------------------------------------------------------------------------------------------------
 
 

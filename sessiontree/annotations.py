@@ -475,8 +475,8 @@ def rejects(train: Annotation | None, node_id: bytes) -> bool:
     A 0 or a "false" that counted as nothing said would be trained on.
     """
     if train is not None and not isinstance(train, bool):
-        said = train if isinstance(train, int | float | str) else kind_of(train)
-        raise Unsupported(f"{TRAIN!r} of node {node_id.hex()} is {said!r}; it is True or False, and {LOSS_MASK!r} is by token")
+        said = repr(train) if isinstance(train, int | float | str) else kind_of(train)
+        raise Unsupported(f"{TRAIN!r} of node {node_id.hex()} is {said}; it is True or False, and {LOSS_MASK!r} is by token")
     return train is False
 
 

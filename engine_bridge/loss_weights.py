@@ -14,9 +14,9 @@ import attrs
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from engine_bridge.forest import Forest
+from engine_bridge.forest import Forest, Segment
 from sessiontree import Node, OutOfRange, Session, SessionTree, UnknownNode, Unsupported
-from sessiontree.annotations import LOSS_MASK, LOSS_WEIGHT, TRAIN, Annotation, Spans, TokenValues
+from sessiontree.annotations import LOSS_MASK, LOSS_WEIGHT, TRAIN, Annotation, Spans, TokenValues, rejects
 from sessiontree.positions import Mode
 from sessiontree.rollouts import Rollout
 
@@ -82,8 +82,8 @@ class Said:
         return found
 
     def rejected(self, node: Node) -> bool:
-        """Whether the node itself is never to be trained on."""
-        return self.of(node, TRAIN) is False
+        """Whether the node itself is never to be trained on. Raises Unsupported where ``train`` is no bool."""
+        return rejects(self.of(node, TRAIN), node.id)
 
     def mask(self, node: Node) -> bool | NDArray[np.bool_]:
         """Which of a node's tokens are trained on: all, none, or (its tokens,). Not the first of a path: nothing predicts it."""
@@ -123,6 +123,25 @@ class Said:
             values[there], known[there] = each, True
         return values, known
 
+    def of_each_token(self, segments: Sequence[Segment], name: str) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """(values, known) of the tokens of segments, one behind the other, zeros where nothing is said. Raises Unsupported."""
+        self.ask([segment.node for segment in segments], (name,))
+        parts, at = [], 0
+        for node, first, last, _ in segments:
+            values, known = self.values(node, name, first - node.start, last - node.start)
+            if known.any():
+                parts.append((node, slice(at, at + last - first), values, known))
+            at += last - first
+        shape = parts[0][2].shape[1:] if parts else ()
+        dtype = np.result_type(*(values.dtype for _, _, values, _ in parts)) if parts else np.dtype(np.float32)
+        values_of_all = np.zeros((at, *shape), dtype.str)  # one that torch knows: NumPy has two types of some sizes
+        known_of_all = np.zeros(at, np.bool_)
+        for node, there, values, known in parts:
+            if values.shape[1:] != shape:
+                raise Unsupported(f"{name!r} of {node!r} has rows of {values.shape[1:]}, those of others {shape}", node=node)
+            values_of_all[there], known_of_all[there] = values, known
+        return values_of_all, known_of_all
+
 
 def leaves_of(leaves: Leaves, annotations: Annotations | None) -> tuple[list[Node], Annotations | None]:
     """The nodes that a caller means, each once, and where their annotations are. Raises TypeError, OutOfRange for none."""
@@ -137,11 +156,16 @@ def leaves_of(leaves: Leaves, annotations: Annotations | None) -> tuple[list[Nod
         nodes = [leaves, *annotations.descendants(leaves)]
         parents = {node.parent.id for node in nodes if node.parent is not None}
         found = [node for node in nodes if node.id not in parents]
-    else:
-        leaves = list(leaves)  # which may come one by one, as rollouts do
+    elif isinstance(leaves, Iterable):
+        leaves = list(leaves)  # it may be an iterator, and is gone through twice
         found = [leaf.node if isinstance(leaf, Rollout) else leaf for leaf in leaves]
         if annotations is None and (rollouts := [leaf for leaf in leaves if isinstance(leaf, Rollout)]):
             annotations = _read_from(rollouts)
+    else:
+        raise TypeError(
+            f"packs are made of a Session, a SessionTree, a Node, or some Nodes or Rollouts, not of a {type(leaves).__name__}; "
+            "rollouts(store) and group.rollouts are some"
+        )
     unique: dict[bytes, Node] = {}
     for node in found:
         if not isinstance(node, Node):

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_bridge.forest import model_dtype
-from engine_bridge.loss_weights import Annotations, Leaves, Weighting, planned
+from engine_bridge.forest import Segment, model_dtype
+from engine_bridge.loss_weights import Annotations, Leaves, Said, Weighting, planned
 from engine_bridge.rows import BatchSpan
 from sessiontree import MediaItem, Node, Unsupported
 from sessiontree.annotations import LOSS_WEIGHT
@@ -37,7 +37,8 @@ class PackedRows:
 
     ``rows``: the last node of each path. ``input_ids``: (B, S) int64. ``position_ids``: (num_axes, B, S), (B, S) for text schemes;
     packed (1 + num_axes, 1, T), first a text row that begins at 0 in each path, (1, T) for text schemes. ``attention_mask``: (B, S)
-    int64, 1 for tokens, 0 for padding; None for packed rows, which are kept apart by the text row or by ``cu_seq_lens``.
+    int64, 1 for tokens, 0 for padding; None for packed rows, which are kept apart by the text row or by ``cu_seq_lens``:
+    transformers goes by the text row only with ``use_cache=False``; else, without a word, paths see each other.
     ``shift_labels``: (B, S) int64, the next token where that is trained, else -100. ``weights``: of these targets, 0 elsewhere.
     ``cu_seq_lens``: (B + 1,) int32, where each path's tokens begin, counted without padding. ``max_length``: the longest path.
     ``media_spans``: placeholders, row by row; their columns are those of their row.
@@ -52,11 +53,26 @@ class PackedRows:
     cu_seq_lens: torch.Tensor
     max_length: int
     media_spans: tuple[BatchSpan, ...]
+    _tokens: NDArray[np.int64]  # (B, S): which of the segments' tokens stands there, -1 for padding
+    _segments: Sequence[Segment]
+    _said: Said
 
     @property
     def needed_items(self) -> tuple[MediaItem, ...]:
         """The items whose features they take, each content once, in order."""
         return each_content_once(span.item for span in self.media_spans)
+
+    def token_values(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """What annotations say of each token: values (B, S, ...) and whether they are known (B, S) bool, zeros where not.
+
+        Column s has those of its own token: ``[:, 1:]`` stand beside ``shift_labels[:, :-1]``. The rest as for
+        :meth:`engine_bridge.TreePack.token_values`.
+        """
+        values, known = self._said.of_each_token(self._segments, name)
+        there, device = self._tokens >= 0, self.input_ids.device
+        placed, known_there = np.zeros((*there.shape, *values.shape[1:]), values.dtype), np.zeros(there.shape, np.bool_)
+        placed[there], known_there[there] = values[self._tokens[there]], known[self._tokens[there]]
+        return torch.from_numpy(placed).to(device), torch.from_numpy(known_there).to(device)
 
 
 def pack_rows(
@@ -81,7 +97,7 @@ def pack_rows(
     pad_token_id = in_range(pad_token_id, MAX_TOKEN_ID, "pad_token_id", "rows")
     if not dtype.is_floating_point:
         raise TypeError(f"weights are floats, not {dtype}")
-    _, weights = planned(leaves, mode, annotations, weighting, factors)
+    said, weights = planned(leaves, mode, annotations, weighting, factors)
     forest = weights.forest
     rows = forest.rows
     lengths = [row.stop for row in rows]
@@ -93,6 +109,7 @@ def pack_rows(
     positions = np.zeros((axes, *shape), model_dtype(rows[0].scheme) if rows else np.int64)
     counted, mask = np.zeros(shape, positions.dtype), np.zeros(shape, np.int64)
     labels, row_weights = np.full(shape, IGNORED, np.int64), np.zeros(shape)
+    places, numbers = np.full(shape, -1, np.int64), np.arange(forest.num_tokens)
     spans: list[BatchSpan] = []
     tokens, table = forest.input_ids(), forest.positions(mode) if rows else positions
     for number, (row, length, ranges) in enumerate(zip(rows, lengths, forest.path_ranges(), strict=True)):
@@ -104,6 +121,7 @@ def pack_rows(
 
         ids[line, columns], positions[:, line, columns] = along(tokens), along(table)
         mask[line, columns], counted[line, columns] = 1, np.arange(length)
+        places[line, columns] = along(numbers)
         if length > 1:
             target = along(weights.trained)[1:]
             shifted = slice(start, start + length - 1)
@@ -130,4 +148,7 @@ def pack_rows(
         tensor(bounds.astype(np.int32)),
         longest,
         tuple(spans),
+        places,
+        forest.segments,
+        said,
     )

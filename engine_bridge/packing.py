@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from engine_bridge import tree_mask
 from engine_bridge.forest import Forest
 from engine_bridge.loss_weights import Annotations, Leaves, LossWeights, Said, Weighting, planned
-from sessiontree import LimitExceeded, MediaItem, Node, OutOfRange, Unsupported
+from sessiontree import LimitExceeded, MediaItem, Node, OutOfRange
 from sessiontree.annotations import LOSS_WEIGHT
 from sessiontree.media import each_content_once
 from sessiontree.node import own_spans
@@ -109,24 +109,9 @@ class TreePack:
         A scalar of a node is every token's of it. ``[edges.target]`` takes those of targets: their log-probabilities, advantages,
         or another loss's weights. Raises Unsupported for text and lists, and for rows of two shapes.
         """
-        part = self._part
-        self._said.ask(self.nodes, (name,))
-        parts = []
-        for (start, stop), number in zip(part.bounds, part.numbers, strict=True):
-            node, first, last, _ = part.forest.segments[number]
-            values, known = self._said.values(node, name, first - node.start, last - node.start)
-            if known.any():
-                parts.append((node, start, stop, values, known))
-        known_of_all = np.zeros(len(self), np.bool_)
-        shape = parts[0][3].shape[1:] if parts else ()
-        dtype = np.result_type(*(values.dtype for _, _, _, values, _ in parts)) if parts else np.dtype(np.float32)
-        values_of_all = np.zeros((len(self), *shape), dtype.str)  # one that torch knows: NumPy has two types of some sizes
-        for node, start, stop, values, known in parts:
-            if values.shape[1:] != shape:
-                raise Unsupported(f"{name!r} of {node!r} has rows of {values.shape[1:]}, those of others {shape}", node=node)
-            values_of_all[start:stop], known_of_all[start:stop] = values, known
-        device = self.input_ids.device
-        return torch.from_numpy(values_of_all).to(device), torch.from_numpy(known_of_all).to(device)
+        part, device = self._part, self.input_ids.device
+        values, known = self._said.of_each_token([part.forest.segments[number] for number in part.numbers], name)
+        return torch.from_numpy(values).to(device), torch.from_numpy(known).to(device)
 
     def __repr__(self) -> str:
         return f"<TreePack of {len(self.rows)} paths, {len(self)} tokens, {len(self.edges.target)} edges>"

@@ -428,7 +428,10 @@ def _name(given: Any) -> str:
 
 def _value(value: Any, count: int, what: str) -> Annotation:
     if not isinstance(value, OfTokens):
-        value = to_numpy(value)
+        try:
+            value = to_numpy(value)
+        except TypeError as error:
+            raise TypeError(f"{what}: {error}") from None
         if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and not value.ndim):
             value = value.item()
         if isinstance(value, bool | int | float | str):
@@ -436,9 +439,12 @@ def _value(value: Any, count: int, what: str) -> Annotation:
             return scalar
         if not isinstance(value, np.ndarray | list | tuple):
             raise TypeError(f"{what} is a scalar, an array, TokenValues, Ragged or Spans, not {type(value).__name__}")
-        value = TokenValues(value)
+        try:
+            value = TokenValues(value)
+        except TypeError as error:
+            raise TypeError(f"{what}: {error}") from None
         if value.stop != count:
-            said = f"{what}: {value.stop} rows for {count} tokens; TokenValues(values, start) says of which"
+            said = f"{what}: {value.stop} rows for {count} tokens; TokenValues(values, start) says of which, Spans of stretches"
             raise OutOfRange(said, value=value.stop, limit=count)
     if value.stop > count:
         raise OutOfRange(f"{what} goes to token {value.stop} of {count}", value=value.stop, limit=count)
@@ -464,6 +470,17 @@ def same(one: Annotation | None, other: Annotation | None) -> bool:
 
 def kind_of(value: Any) -> str:
     return type(value).__name__ if isinstance(value, OfTokens) else "a scalar"
+
+
+def rejects(train: Annotation | None, node_id: bytes) -> bool:
+    """Whether what is said of a node as ``train`` keeps it from being trained on. Raises Unsupported where it is no bool.
+
+    A 0 or a "false" that counted as nothing said would be trained on.
+    """
+    if train is not None and not isinstance(train, bool):
+        said = repr(train) if isinstance(train, int | float | str) else kind_of(train)
+        raise Unsupported(f"{TRAIN!r} of node {node_id.hex()} is {said}; it is True or False, and {LOSS_MASK!r} is by token")
+    return train is False
 
 
 def value_bytes(value: Annotation) -> int:

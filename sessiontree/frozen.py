@@ -82,7 +82,7 @@ def to_numpy(value: Any) -> Any:
         return value
     try:
         return value.detach().cpu().numpy()
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError, TypeError) as error:  # TypeError: of a type that NumPy lacks, such as bfloat16
         raise TypeError(f"the values of a {type(value).__name__} cannot be read: {error}") from None
 
 
@@ -93,7 +93,7 @@ def frozen_array(values: ArrayLike) -> NDArray[Any]:
     except ValueError as error:
         raise TypeError(f"no array can be made of it: {error}") from None
     if array.dtype.hasobject:
-        raise TypeError(f"an array of {array.dtype} cannot be frozen")
+        raise TypeError("an array is of numbers, not of objects such as None")
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     data = array.tobytes()

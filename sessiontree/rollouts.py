@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 import attrs
 
-from sessiontree.annotations import REWARD, TRAIN, Annotation
+from sessiontree.annotations import REWARD, TRAIN, Annotation, rejects
 from sessiontree.errors import OutOfRange, UnknownNode, UnknownSession, Unsupported
 from sessiontree.node import Node
 from sessiontree.tree import SessionTree
@@ -92,7 +92,7 @@ def rollouts(
     the path it was forked at.
 
     A session that is dropped before its turn comes has none. Raises OutOfRange for a rank that is none; Unsupported where a reward
-    is no number; CorruptTree, StoreFailed.
+    is no number or ``train`` no bool; CorruptTree, StoreFailed.
     """
     if isinstance(rank, bool) or not 0 <= rank < world_size:
         raise OutOfRange(f"rank {rank} of {world_size}", value=rank, limit=world_size)
@@ -147,12 +147,12 @@ def sample_siblings(tree: SessionTree, node: Node | bytes, count: int, *, seed: 
     """``count`` siblings of a node, or all where there are fewer, drawn without replacement; those with ``train=False`` never.
 
     What is drawn follows from the seed and the ids alone: the same in any process and in any order of commits. In commit order.
-    Raises UnknownNode, OutOfRange for a count below 0.
+    Raises UnknownNode, OutOfRange for a count below 0, Unsupported where ``train`` is no bool.
     """
     if count < 0:
         raise OutOfRange(f"{count} siblings cannot be drawn", value=count, limit=0)
     never = tree.annotated(TRAIN)
-    found = [other for other in tree.siblings(node) if never.get(other.id) is not False]
+    found = [other for other in tree.siblings(node) if not rejects(never.get(other.id), other.id)]
     salt = b"siblings %d " % seed
     drawn = {other.id for other in sorted(found, key=lambda other: sha256(salt + other.id).digest())[:count]}
     return tuple(other for other in found if other.id in drawn)
@@ -164,7 +164,7 @@ def _found(source: Source, rank: int, world_size: int) -> Iterator[Rollout]:
             tree = _tree_of(source, session_id)
         except UnknownSession:  # it was dropped since they were listed
             continue
-        never = frozenset(node_id for node_id, train in tree.annotated(TRAIN).items() if train is False)
+        never = frozenset(node_id for node_id, train in tree.annotated(TRAIN).items() if rejects(train, node_id))
         rewards = tree.annotated(REWARD)
         for node in tree._index.leaves(tree._count):
             prompt = _prompt_of(node)

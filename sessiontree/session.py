@@ -539,8 +539,9 @@ class Session:
         what is new of it becomes one turn of ``role`` with ``prompt_metadata``; the completion becomes a generated turn under it
         with ``metadata``. ``media``: the prompt's, spans relative to its first token. A media span is never cut: where a
         difference is inside one, the history forks before it. Without a ``key`` the completion gets one of its own, so that
-        equal samples stay apart; with one, recording again changes nothing. ``derived_from``: as for append, of the turn that is
-        new of the prompt. ``annotations``: said of the completion, as by :meth:`annotate`. All of it is recorded or nothing.
+        equal samples stay apart; with one, recording again gives the same node. ``derived_from``: as for append, of the turn
+        that is new of the prompt. ``annotations``: said of the completion, as by :meth:`annotate`, and anew when it is recorded
+        again. All of it is recorded or nothing. Of equal samples, a prompt that resends them goes on from the first.
 
         ``decode``: what makes text, or bytes of UTF-8, of a list of ids and leaves special tokens in: a tokenizer's ``decode`` or
         ``decode_bytes``; with it, ``fork.drift`` says what kind of drift it is, going by a few thousand tokens. ``special_ids``:

@@ -346,7 +346,7 @@ def test_what_is_refused_changes_nothing(what: str, how: str) -> None:
         "commit": lambda: draft.commit(annotations={"fine": 1, "x": value}, head="h"),
         "record": lambda: session.record([1, 2, 9], [5, 6, 7, 8], annotations={"fine": 1, "x": value}),
     }
-    with pytest.raises(error):
+    with pytest.raises(error, match="'x' of "):
         calls[how]()
     assert len(session.tree) == count and session.tree._said == before._said and not session.heads
     assert session.annotations(node) == {"kept": 1}

@@ -29,7 +29,7 @@ from sessiontree import (
 from sessiontree.annotations import ADVANTAGE, LOGPROBS, LOSS_MASK, LOSS_WEIGHT, TRAIN, Ragged, Spans, TokenValues
 from sessiontree.node import clipped_spans
 from sessiontree.positions import MODES, scheme
-from sessiontree.rollouts import rollouts
+from sessiontree.rollouts import groups, rollouts
 from tests.toy import IMG, VE, VS, image, media, new_session, toy_scheme, turn, video
 from tests.trained_trees import FAMILIES, SEEDED, WEIGHTINGS, TokenKey, Walk, decode, random_tree
 
@@ -206,6 +206,32 @@ def test_rows_have_the_columns_of_to_transformers(padding: Any) -> None:
         assert rows.attention_mask is not None and torch.equal(rows.attention_mask, inputs["attention_mask"])
 
 
+@pytest.mark.parametrize("padding", ["left", "right", "packed"])
+def test_rows_say_of_their_tokens_what_the_pack_says(padding: Any) -> None:
+    session, leaves = branched()
+    for number, node in enumerate(session.descendants(session.root)):
+        if node.origin == "generated":
+            session.annotate(node, {LOGPROBS: -np.arange(len(node), dtype=np.float32) - number, ADVANTAGE: number})
+    (pack,) = pack_tree(leaves, annotations=session)
+    rows = pack_rows(leaves, annotations=session, padding=padding)
+    columns = [
+        (0 if padding == "packed" else at, range(int(start), int(start) + row.stop))
+        for at, row in enumerate(rows.rows)
+        for start in [rows.cu_seq_lens[at] if padding == "packed" else rows.max_length - row.stop if padding == "left" else 0]
+    ]
+    for name in (LOGPROBS, ADVANTAGE, "nothing"):
+        (values, known), (here, known_here) = pack.token_values(name), rows.token_values(name)
+        assert here.shape == known_here.shape == rows.input_ids.shape and here.dtype == values.dtype
+        seen = torch.zeros_like(known_here)
+        for at, (line, those) in enumerate(columns):
+            assert torch.equal(here[line, those], values[pack.row_indices(at)])
+            assert torch.equal(known_here[line, those], known[pack.row_indices(at)])
+            seen[line, those] = True
+        assert not known_here[~seen].any() and not here[~seen].any()
+    _, known = rows.token_values(LOGPROBS)
+    assert known[:, 1:][rows.shift_labels[:, :-1] >= 0].all()
+
+
 # --- masks ------------------------------------------------------------------------------------------------------------
 
 
@@ -334,6 +360,28 @@ def test_d36_each_sampled_token_once_rejected_attempts_zero_and_a_tools_change_d
         [-100, -100, 10, 11, -100, -100, 30, -100, -100],
     ]
     assert rows.weights.tolist() == [[0, 0, 1, 1, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0, 1, 0, 0]]
+
+
+def test_a_mark_that_is_no_bool_is_refused_not_overlooked() -> None:
+    session, (one, _, _) = branched()
+    session.annotate(one, {TRAIN: 0})
+    for pack in (pack_tree, pack_rows):
+        with pytest.raises(Unsupported, match=r"'train' of node .* is 0; it is True or False"):
+            pack(session)
+
+
+def test_paths_may_come_one_by_one_and_what_is_none_is_told() -> None:
+    store = SessionStore.in_memory()
+    session = store.create("s", scheme="text@hf5")
+    reply = decode(session, session.append(session.root, [1, 2]), [10, 11])
+    session.annotate(reply, {LOSS_MASK: np.array([True, False]), ADVANTAGE: 2.0})
+    (pack,) = pack_tree(rollouts(store), factors=(ADVANTAGE,))
+    assert pack.input_ids[pack.edges.target].tolist() == [10]
+    assert pack.edges.weight.tolist() == [2.0]
+    (group,) = groups(store)
+    for other in (store, group):
+        with pytest.raises(TypeError, match=rf"not of a {type(other).__name__}; rollouts\(store\) and group.rollouts are some"):
+            pack_tree(other)  # type: ignore[arg-type]
 
 
 def test_a_rejected_end_leaves_what_came_before_it() -> None:

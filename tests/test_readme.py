@@ -36,4 +36,4 @@ def test_the_code_of_a_page_runs(name: str, monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.chdir(tmp_path)
     scope: dict[str, object] = {}
     for block in blocks_of(ROOT / "docs" / name):
-        exec(compile("from sessiontree import *\n" + block, name, "exec"), scope)
+        exec(compile(block, name, "exec"), scope)

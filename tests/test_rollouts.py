@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +69,21 @@ def test_what_must_never_be_trained_on_is_no_rollout(store: SessionStore) -> Non
     assert ids(rollouts(store)) == [kept.id]
     session.annotate(rejected, {"train": True})  # it was an error of the judge
     assert len(ids(rollouts(store))) == 2
+
+
+@pytest.mark.parametrize("said", [0, "false", [False] * 3])
+def test_a_mark_that_is_no_bool_is_refused_not_overlooked(store: SessionStore, said: object) -> None:
+    session = store.create("s", scheme=SCHEME)
+    task = session.append(session.root, [1])
+    reply, other = sampled(session, task, 10, 1.0, train=said), sampled(session, task, 20)
+    looks: list[Callable[[], object]] = [
+        lambda: list(rollouts(store)),
+        lambda: list(groups(store)),
+        lambda: sample_siblings(session.tree, other, 1),
+    ]
+    for look in looks:
+        with pytest.raises(Unsupported, match=rf"'train' of node {reply.id.hex()} is .*; it is True or False"):
+            look()
 
 
 def test_rewards_are_bounded_on_both_sides_and_must_be_there(store: SessionStore) -> None:

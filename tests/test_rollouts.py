@@ -185,6 +185,28 @@ def test_a_bundle_has_the_rollouts_of_its_store(store: SessionStore, tmp_path: P
         assert [(each.session_id, each.reward) for each in found.rollouts] == [("a", 0.0), ("a", 2.0), ("b", 0.0), ("b", 2.0)]
 
 
+@pytest.mark.parametrize("kind", ["disk", "SQLite"])
+def test_what_a_fork_says_of_the_path_that_it_shares_counts_in_it(kind: str, tmp_path: Path) -> None:
+    """Also when both are read from where they lie, whoever said it first."""
+    path = tmp_path / "store"
+
+    def opened() -> SessionStore:
+        return SessionStore.open(path) if kind == "disk" else SessionStore.connect(sqlite_backend.connect(str(path)))
+
+    with opened() as store:
+        session = store.create("s", scheme=SCHEME)
+        reply = sampled(session, session.append(session.root, [1]), 10, 1.0)
+        store.fork(session, reply, "worse").annotate(reply, {"reward": 0.5})
+        store.fork(session, reply, "never").annotate(reply, {"train": False})
+        again = store.fork(session, reply, "again")
+        again.annotate(reply, {"train": True})
+        session.annotate(reply, {"train": False, "reward": 2.0})
+    with opened() as store:
+        assert [(each.session_id, each.reward) for each in rollouts(store)] == [("again", 2.0)]
+        store.get("s").annotate(reply.id, {"train": True})
+        assert {each.session_id: each.reward for each in rollouts(store)} == {"s": 2.0, "worse": 0.5, "again": 2.0}
+
+
 def test_who_reads_beside_a_writer_sees_what_came_since(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with SessionStore.open(path, durability="commit") as store, SessionStore.open(path, read_only=True) as reader:

@@ -153,9 +153,9 @@ def test_an_annotation_comes_back_bit_for_bit(kind: str, opened: Callable[[], Se
         for node, value in ((whole.id, later), *((end.id, first) for end in ends)):
             if is_scalar:
                 assert exact(tree.annotations(node)["said"]) == exact(value)
-        for node in (ends[0], own):
+        for node in (ends[0].id, own.id):
             if is_scalar:
-                assert exact(forked.annotations(node.id)["said"]) == exact(later)
+                assert exact(forked.annotations(node)["said"]) == exact(later)
         if is_scalar:
             assert [tree.annotations(cut.id) for cut in cuts] == [{}, {}], "a scalar is of the whole node"
             assert forked.annotations(cuts[0].id) == {}

@@ -6,7 +6,7 @@ rows counts in them together what it counts in the pack: each row's share under 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal, get_args
 
 import attrs

@@ -395,6 +395,9 @@ def test_placeholders_say_what_item_they_are_of(fill: int) -> None:
     assert drift(first, seen(0, fill, before="Look: ", after="Who is it?")) == "content"
     if fill != 151655:
         assert drift(first, seen(0, fill, before="Look:\n\n")) == "special"
+    # A template's whitespace is that between two special tokens: not what stands between one and a picture's placeholders.
+    broken, close = (as_given([*text(*before), *shown(PICTURES[0], fill), *text(END)]) for before in ((END, *encode("\n")), (END,)))
+    assert drift(broken, close) == "whitespace"
 
 
 # --- decoders that fail ----------------------------------------------------------------------------------------------------

@@ -516,6 +516,45 @@ def test_numbers_of_64_bits() -> None:
     assert known.tolist() == [True, True, False, False, False]
 
 
+def test_annotations_of_a_turn_that_was_cut_stand_at_its_tokens() -> None:
+    """A fork in the middle parts a turn in the pack; of each part what is said of its own tokens is read."""
+    session = new_session()
+    whole = decode(session, session.append(session.root, [1, 2]), [10, 11, 12, 13, 14])
+    fork = decode(session, session.truncate(whole, 4), [20])
+    said = {
+        LOSS_WEIGHT: Spans([(0, 1, 2), (1, 3, 3), (4, 5, 5)]),
+        LOGPROBS: np.arange(5, dtype=np.float32),
+        "weight_version": Spans([(1, 4, 7)]),
+    }
+    session.annotate(whole, said)
+    session.annotate(fork, {LOGPROBS: TokenValues([0.1])})  # float64, so all of them are
+    (pack,) = pack_tree([whole, fork], annotations=session)
+    assert pack.input_ids.tolist() == [1, 2, 10, 11, 12, 13, 14, 20]
+    assert pack.edges.weight.tolist() == [2, 3, 3, 1, 5, 1]
+    logprobs, known = pack.token_values(LOGPROBS)
+    assert logprobs.dtype == torch.float64
+    assert logprobs.tolist() == [0, 0, 0, 1, 2, 3, 4, 0.1] and known.tolist() == [False] * 2 + [True] * 6
+    versions, known = pack.token_values("weight_version")
+    assert versions.tolist() == [0, 0, 0, 7, 7, 7, 0, 0] and known.tolist() == [value > 0 for value in versions.tolist()]
+
+
+def test_a_factor_that_says_something_of_some_tokens_alone_is_refused() -> None:
+    session, (leaf, *_) = branched()
+    session.annotate(leaf, {ADVANTAGE: TokenValues([1.0], 1), "loss_weights": TokenValues([1.0], 1)})
+    session.annotate(leaf.path()[2], {ADVANTAGE: 1.0, "loss_weights": 1.0})
+    for name in (ADVANTAGE, "loss_weights"):  # that is not "loss_weight", nor one named below it
+        with pytest.raises(Unsupported, match=f"no '{name}' for all"):
+            pack_tree([leaf], annotations=session, factors=(name,))
+
+
+@pytest.mark.parametrize(("value", "kept"), [(False, 0), (np.False_, 0), (True, 1)], ids=repr)
+def test_packs_leave_out_what_rollouts_leave_out(value: Any, kept: int) -> None:
+    session = new_session()
+    leaf = decode(session, session.append(session.root, [1]), [10])
+    session.annotate(leaf, {TRAIN: value})
+    assert len(list(rollouts(session))) == len(pack_tree([leaf], annotations=session)) == kept
+
+
 def test_positions_of_either_mode() -> None:
     session = new_session(toy_scheme("hf5"))
     shown = turn(1, VS, video(frames=6), VE)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import sqlite_backend
 
+from engine_bridge import to_transformers
 from sessiontree import (
     Edit,
     Fork,
@@ -28,6 +29,7 @@ from sessiontree import (
     SessionStore,
     StaleSession,
     UnknownNode,
+    Unsupported,
 )
 from sessiontree.bundles import export_bundle, import_bundle
 from sessiontree.drift import Drift
@@ -463,6 +465,39 @@ def test_d33_a_warm_start_from_another_store(place: Place, tmp_path: Path) -> No
     whole = engine.saw[tip.id]
     assert engine.request(session, [*whole, *turn("user", "Go on."), *ASSISTANT], encode("On.")).reused_tokens >= len(whole)
     check_reopened(place, engine, session)
+
+
+# --- tool calls ---------------------------------------------------------------------------------------------------------------
+def test_d23_a_repair_is_a_new_branch_and_old_nodes_stay(place: Place) -> None:
+    """Calls whose results stand on other branches, or nowhere: named, refused by the bridge, mended beside what is there."""
+    engine, session = Engine(), place.create()
+    asked = engine.prefill(session, session.root, [*turn("user", "Look up two."), *ASSISTANT])
+    with session.draft(asked, metadata={"tool_calls": ["a", "b"]}) as draft:
+        draft.extend(encode("Looking."))
+        call = engine.note(draft.commit("tool_calls"), [*engine.saw[asked.id], *encode("Looking.")])
+    one, two = (
+        engine.prefill(session, call, turn("tool", "It is."), role="tool", metadata={"tool_call_id": name}, key=name)
+        for name in "ab"
+    )
+    after = engine.generate(session, engine.prefill(session, one, ASSISTANT), encode("Well."))
+    [problem] = session.validate(after)
+    assert (problem.kind, problem.node, problem.call_id, problem.elsewhere) == ("unanswered_call", call, "b", (two,))
+    with pytest.raises(Unsupported, match="'b'"):
+        to_transformers(after)
+    before = {node.id: _details(node) for node in session.tree}
+    joined = session.linearize([one, two])
+    engine.note(joined, [*engine.saw[one.id], *turn("tool", "It is.")])
+    lost = engine.prefill(session, one, turn("tool", "No answer."), role="tool", metadata={"tool_call_id": "b"}, key="lost")
+    again = check_reopened(place, engine, session)
+    for mended in (joined, lost):
+        assert mended.id not in before and again.validate(mended.id) == ()
+        assert to_transformers(again.node(mended.id))["input_ids"][0].tolist() == engine.saw[mended.id]
+    assert {node_id: _details(again.node(node_id)) for node_id in before} == before
+    assert [problem.call_id for problem in again.validate(after.id)] == ["b"], "the old branch is what it was"
+
+
+def _details(node: Node) -> tuple[bytes, Any, Any]:
+    return node.input_ids().tobytes(), node.metadata, node.links
 
 
 # --- all of it, in any order ------------------------------------------------------------------------------------------------------

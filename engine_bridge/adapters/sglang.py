@@ -118,7 +118,7 @@ def to_sglang(
     extra_key: str | None = None,
     mode: Mode = "as_decoded",
     tail_policy: TailPolicy | None = None,
-    paired_calls: bool = False,
+    paired_calls: bool = True,
     features: bool = False,
     target_grids: Sequence[Sequence[int]] = (),
     **fields: Any,

@@ -103,14 +103,14 @@ def committed(node: Node | Draft) -> Node:
 
 
 def prompt_of(
-    node: Node | Draft, prefix_len: int = 0, *, tail_policy: TailPolicy | None = None, paired_calls: bool = True
+    node: Node | Draft, prefix_len: int = 0, *, tail_policy: TailPolicy | None = None, paired_calls: bool = False
 ) -> Prompt:
     """A node's or draft's path from token ``prefix_len`` on, as an engine takes it.
 
     ``tail_policy``: None takes the path as it is. "drop_last" leaves out the last sampled token of every reply that was committed
     with it; the ones already committed without it lose no other. "keep" asks that every reply still has it. Tokens of a draft,
     and of a reply that was cut by hand, are kept: nobody sampled the last of those as an end. ``paired_calls``: refuse a path whose
-    tool calls and results do not pair up; False takes it as it is.
+    tool calls and results do not pair up.
 
     Raises MediaSpanError where the path ends inside an item, Unsupported where the window begins inside one, where a call has no
     result or a result no call, and where "keep" meets a reply that lost its last token; OutOfRange for ``prefix_len``.

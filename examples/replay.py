@@ -29,7 +29,7 @@ def generated(model: Any, step: ReplayStep) -> Iterator[int]:
     """Tokens that the model picks for a request: the whole prompt is fed at once, then each token that was picked."""
     request = request_inputs(step.prompt, features=True)
     features = dict(zip((item.content() for item in request.needed_items), request.features or (), strict=True))
-    inputs: dict[str, Any] = to_transformers(step.prompt, paired_calls=False)  # as it was, whatever it was
+    inputs: dict[str, Any] = to_transformers(step.prompt)
     if items := [item for item, _, _ in step.media_spans]:
         inputs["pixel_values"] = torch.cat([torch.tensor(features[item.content()]["pixel_values"]) for item in items])
         inputs["image_grid_thw"] = torch.tensor([item.grid_thw for item in items])

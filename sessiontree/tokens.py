@@ -188,10 +188,6 @@ class Extent:
     def append(self, data: bytes) -> None:
         """Write ``data`` behind the last token. The caller holds the writer's lock and has seen that ``end`` is its own."""
         used = (self.end - self.origin) * TOKEN_BYTES
-        if not used:  # nothing is copied before there is more
-            self.buffer = data
-            self.end += len(data) // TOKEN_BYTES
-            return
         needed = used + len(data)
         pen = self._pen
         if pen is None or needed > len(pen):

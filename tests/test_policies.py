@@ -199,7 +199,7 @@ def test_paths_that_end_or_windows_that_begin_inside_media() -> None:
             prompt_of(node, prefix_len)
 
 
-def test_d23_unpaired_tool_calls_are_refused_unless_told_otherwise() -> None:
+def test_unpaired_tool_calls_are_refused_when_asked() -> None:
     session = SessionStore.in_memory().create("s", scheme="text@sglang")
     asked = session.append(session.root, [1])
     with session.draft(asked) as draft:
@@ -208,11 +208,11 @@ def test_d23_unpaired_tool_calls_are_refused_unless_told_otherwise() -> None:
     one = session.append(calls, [3], role="tool", metadata={"tool_call_id": "a"})
     both = session.append(one, [4], role="tool", metadata={"tool_call_id": "b"})
     stray = session.append(both, [5], role="tool", metadata={"tool_call_id": "c"})
-    assert prompt_of(both).input_ids.tolist() == [1, 2, 3, 4]
+    assert prompt_of(both, paired_calls=True).input_ids.tolist() == [1, 2, 3, 4]
     for node, named in ((calls, "'a'"), (one, "'b'"), (stray, "'c'"), (session.draft(one), "'b'")):
-        assert prompt_of(node, paired_calls=False).stop == node.stop
+        assert prompt_of(node).stop == node.stop
         with pytest.raises(Unsupported, match=named):
-            prompt_of(node)
+            prompt_of(node, paired_calls=True)
 
 
 @pytest.mark.parametrize("wrong", [None, 1, "node", [1, 2]])

@@ -723,15 +723,15 @@ def test_a_request_without_tokens_is_refused_outside_sessions() -> None:
         to_sglang(session.root)
 
 
-def test_d23_paths_that_end_inside_media_and_calls_without_results() -> None:
+def test_paths_that_end_inside_media_and_calls_without_results() -> None:
     session, node = one_image()
     part = image("b", 0).with_spans([(0, 3)], unfinished=True)
     with pytest.raises(MediaSpanError):
         to_sglang(session.append(node, [IMAGE_PAD] * 3, media=[part]))
     called = session.append(node, [1], metadata={"tool_calls": ["a"]})
-    assert to_sglang(called, paired_calls=False).input_ids[-1] == 1
+    assert to_sglang(called).input_ids[-1] == 1
     with pytest.raises(Unsupported, match="'a'"):
-        to_sglang(called)
+        to_sglang(called, paired_calls=True)
 
 
 def test_another_salt_or_adapter_than_the_sessions() -> None:

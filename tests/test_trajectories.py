@@ -469,7 +469,7 @@ def test_d33_a_warm_start_from_another_store(place: Place, tmp_path: Path) -> No
 
 # --- tool calls ---------------------------------------------------------------------------------------------------------------
 def test_d23_a_repair_is_a_new_branch_and_old_nodes_stay(place: Place) -> None:
-    """Calls whose results stand on other branches, or nowhere: named, refused by the bridge, mended beside what is there."""
+    """Calls whose results stand on other branches, or nowhere: named, refused by the bridge when asked, mended beside them."""
     engine, session = Engine(), place.create()
     asked = engine.prefill(session, session.root, [*turn("user", "Look up two."), *ASSISTANT])
     with session.draft(asked, metadata={"tool_calls": ["a", "b"]}) as draft:
@@ -483,7 +483,7 @@ def test_d23_a_repair_is_a_new_branch_and_old_nodes_stay(place: Place) -> None:
     [problem] = session.validate(after)
     assert (problem.kind, problem.node, problem.call_id, problem.elsewhere) == ("unanswered_call", call, "b", (two,))
     with pytest.raises(Unsupported, match="'b'"):
-        to_transformers(after)
+        to_transformers(after, paired_calls=True)
     before = {node.id: _details(node) for node in session.tree}
     joined = session.linearize([one, two])
     engine.note(joined, [*engine.saw[one.id], *turn("tool", "It is.")])
@@ -491,7 +491,7 @@ def test_d23_a_repair_is_a_new_branch_and_old_nodes_stay(place: Place) -> None:
     again = check_reopened(place, engine, session)
     for mended in (joined, lost):
         assert mended.id not in before and again.validate(mended.id) == ()
-        assert to_transformers(again.node(mended.id))["input_ids"][0].tolist() == engine.saw[mended.id]
+        assert to_transformers(again.node(mended.id), paired_calls=True)["input_ids"][0].tolist() == engine.saw[mended.id]
     assert {node_id: _details(again.node(node_id)) for node_id in before} == before
     assert [problem.call_id for problem in again.validate(after.id)] == ["b"], "the old branch is what it was"
 

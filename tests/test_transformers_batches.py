@@ -391,14 +391,14 @@ def test_a_dropped_tail_is_left_out_and_recorded() -> None:
     assert to_transformers(after, 6, tail_policy="drop_last")["input_ids"].tolist() == [[40, 41]]
 
 
-def test_d23_unpaired_tool_calls_are_refused_unless_told_otherwise() -> None:
+def test_unpaired_tool_calls_are_refused_when_asked() -> None:
     session, shown, _ = pair()
     call = session.append(shown, [1], metadata={"tool_calls": ["c"]})
     result = session.append(call, [2], metadata={"tool_call_id": "c"})
-    assert to_transformers([call, result], paired_calls=False)["input_ids"].shape == (2, 9)
-    assert to_transformers([shown, result])["input_ids"].shape == (2, 9)
+    assert to_transformers([call, result])["input_ids"].shape == (2, 9)
+    assert to_transformers([shown, result], paired_calls=True)["input_ids"].shape == (2, 9)
     with pytest.raises(Unsupported) as caught:
-        to_transformers([result, call])
+        to_transformers([result, call], paired_calls=True)
     assert caught.value.node == call
 
 

@@ -476,16 +476,16 @@ def test_a_node_that_ends_inside_an_item_is_refused() -> None:
         to_vllm(whole, 2)
 
 
-def test_d23_unpaired_tool_calls_are_refused_unless_told_otherwise() -> None:
+def test_unpaired_tool_calls_are_refused_when_asked() -> None:
     session = SessionStore.in_memory().create("s", scheme="text@vllm")
     call = session.append(session.root, [1], role="assistant", metadata={"tool_calls": ["c"]})
     answer = session.append(call, [2], role="tool", metadata={"tool_call_id": "c"})
     for make in (to_vllm, to_vllm_prompt):
-        assert make(call, paired_calls=False)["prompt_token_ids"] == [1]
+        assert make(call)["prompt_token_ids"] == [1]
         with pytest.raises(Unsupported) as caught:
-            make(call)
+            make(call, paired_calls=True)
         assert caught.value.node == call
-        assert make(answer)["prompt_token_ids"] == [1, 2]
+        assert make(answer, paired_calls=True)["prompt_token_ids"] == [1, 2]
 
 
 def test_positions_of_a_turns_own_are_refused() -> None:

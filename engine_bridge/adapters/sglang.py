@@ -118,7 +118,7 @@ def to_sglang(
     extra_key: str | None = None,
     mode: Mode = "as_decoded",
     tail_policy: TailPolicy | None = None,
-    paired_calls: bool = True,
+    paired_calls: bool = False,
     features: bool = False,
     target_grids: Sequence[Sequence[int]] = (),
     **fields: Any,

@@ -114,7 +114,7 @@ def to_transformers(
     pad_token_id: int = 0,
     cache_mask: torch.Tensor | None = None,
     tail_policy: TailPolicy | None = None,
-    paired_calls: bool = True,
+    paired_calls: bool = False,
 ) -> TransformersInputs:
     """Keyword arguments of a model's forward for a window ``[prefix_len, stop)`` of each path: B requests, at most T tokens each.
 

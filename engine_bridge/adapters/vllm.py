@@ -83,7 +83,7 @@ def to_vllm(
     *,
     features: bool = False,
     tail_policy: TailPolicy | None = None,
-    paired_calls: bool = True,
+    paired_calls: bool = False,
 ) -> EngineInput:
     """The engine input of a node's or draft's path from token ``prefix_len`` on: what ``add_request`` and ``generate`` take.
 
@@ -132,7 +132,7 @@ def to_vllm_prompt(
     *,
     features: bool = False,
     tail_policy: TailPolicy | None = None,
-    paired_calls: bool = True,
+    paired_calls: bool = False,
     compact_ids: Mapping[str, int] | None = None,
     timestamp_ids: TimestampIds | None = None,
 ) -> TokensPrompt:

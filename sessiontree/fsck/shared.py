@@ -204,9 +204,11 @@ def stats_shared(backend: Backend, *, progress: Progress | None = None) -> Stats
     live += sum(session.ref_bytes[kind] for session in shown for kind in ("head", "pin", "drop"))
     live -= sum(session.spent_bytes for session in shown)
     loose = sum(size for key, size in sizes.items() if key not in reached)
+    annotations = 0
     for session in kept:
         for said in session.annotations:
             key = session.key(said.ordinal)
+            annotations += key in sound or not (key[1] or session.gone)
             live += said.nbytes if key in reached or not key[1] else 0
             loose += said.nbytes if key in sound - reached else 0
     depths: dict[Key, int] = {}
@@ -240,6 +242,7 @@ def stats_shared(backend: Backend, *, progress: Progress | None = None) -> Stats
         depth_mean=sum(depths.values()) / len(depths) if depths else 0.0,
         fan_out_max=max(children.values(), default=0),
         fan_out_mean=sum(children.values()) / len(children) if children else 0.0,
+        annotations=annotations,
         sessions=tuple(listed),
     )
 

@@ -11,10 +11,11 @@ the same time at any turn.
 What came, on two cores that others used too: bytes of a turn and of a bare fork as expected. A turn of 16 tokens on a fork took 350
 more, nearly half of it a second row for its record and what the record repeats of its node's row, which it does without since.
 A path took 80 ms at the least at first: 31 of the client, which looked at each record alone, had the tokens copied as
-they grew, and prepared a statement in a round trip of its own. Its records are looked at together since, 18 ms and one round trip;
-what is left is a dozen steps of 1 to 3 µs a node, the digest the longest. A commit takes twice an insert of 0.2 ms: 75 µs more of
-the client in many thin layers, 60 of the server for three inserts and two updates in one statement. On a disk that others keep
-busy it is 0.9 to 1.2 times. 32 threads did 12 times what one did on a busy disk, and 2.5 times on a freer one.
+they grew, and prepared a statement in a round trip of its own. Its records are looked at together since, in one round trip, and
+plain text goes a short way: 22 ms, a dozen steps of 1 to 3 µs a node, the digest the longest, half of it what the server and the
+wire take. A commit took twice an insert of 0.2 ms, and 1.4 times by now: 50 µs more of the client in many thin layers, 50 of the
+server for two inserts and two updates in one statement. On a disk that others keep busy it is 0.9 to 1.2 times. 32 threads do 3
+times what one does, and 12 times on a busy disk.
 """
 
 from __future__ import annotations

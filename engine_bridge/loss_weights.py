@@ -358,7 +358,8 @@ def planned(
         raise TypeError("factors are a sequence of names of annotations")
     nodes, annotations = leaves_of(leaves, annotations)
     said = Said(annotations)
-    paths = {node.id: node for leaf in nodes for node in leaf.path()}
-    said.ask(list(paths.values()), (TRAIN, LOSS_MASK, *names))
+    if annotations is not None:
+        paths = {node.id: node for leaf in nodes for node in leaf.path()}
+        said.ask(list(paths.values()), (TRAIN, LOSS_MASK, *names))
     forest = Forest.of(trained_rows(nodes, said), mode, said.find)
     return said, LossWeights.of(forest, said, weighting, names)

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, Protocol
 
 import attrs
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 
 from engine_bridge.forest import Forest, Segment
@@ -350,9 +351,16 @@ def _owners(forest: Forest) -> list[int]:
 
 
 def planned(
-    leaves: Leaves, mode: Mode, annotations: Annotations | None, weighting: Weighting, factors: Iterable[str]
+    leaves: Leaves,
+    mode: Mode,
+    annotations: Annotations | None,
+    weighting: Weighting,
+    factors: Iterable[str],
+    dtype: torch.dtype,
 ) -> tuple[Said, LossWeights]:
-    """What packs and rows are made from. Raises as its parts."""
+    """What packs and rows are made from. ``dtype``: what their weights are to be. Raises as its parts, TypeError."""
+    if not dtype.is_floating_point:
+        raise TypeError(f"weights are floats, not {dtype}")
     names = tuple(factors)
     if isinstance(factors, str) or not all(isinstance(name, str) for name in names):
         raise TypeError("factors are a sequence of names of annotations")

@@ -95,9 +95,7 @@ def pack_rows(
     if checked_text(padding, "padding") not in get_args(RowPadding):
         raise Unsupported(f"no padding {padding!r}; {', '.join(get_args(RowPadding))}")
     pad_token_id = in_range(pad_token_id, MAX_TOKEN_ID, "pad_token_id", "rows")
-    if not dtype.is_floating_point:
-        raise TypeError(f"weights are floats, not {dtype}")
-    said, weights = planned(leaves, mode, annotations, weighting, factors)
+    said, weights = planned(leaves, mode, annotations, weighting, factors, dtype)
     forest = weights.forest
     rows = forest.rows
     lengths = [row.stop for row in rows]

@@ -174,9 +174,7 @@ def pack_tree(
     """
     if as_index(block_size, "block_size") < 1:
         raise OutOfRange(f"block_size {block_size}, below 1", value=block_size, limit=1)
-    if not dtype.is_floating_point:
-        raise TypeError(f"weights are floats, not {dtype}")
-    said, weights = planned(leaves, mode, annotations, weighting, factors)
+    said, weights = planned(leaves, mode, annotations, weighting, factors, dtype)
     forest = weights.forest
     parts = [_Part(forest, *owned) for owned in _split(forest, weights.trained, token_budget)]
     ids = forest.input_ids()

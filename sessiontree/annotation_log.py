@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from sessiontree.annotations import Annotation, OfTokens, Spans, TokenValues, TokenWindow, kind_of, value_bytes
 from sessiontree.errors import UnknownNode, Unsupported
 from sessiontree.locks import new_lock
-from sessiontree.node import Node
+from sessiontree.node import Node, is_on_path
 from sessiontree.tokens import window
 
 _ENTRY_BYTES: Final = 120  # of an entry beside its value
@@ -155,11 +155,6 @@ class AnnotationLog:
     def held_bytes(self) -> int:
         """About how many bytes it takes, without what it lies over."""
         return getsizeof(self._by_node) + self._nbytes
-
-
-def is_on_path(node: Node, tip: Node) -> bool:
-    """Whether a node is on the path to another."""
-    return node.depth <= tip.depth and tip.ancestor(node.depth).id == node.id
 
 
 Find = Callable[[bytes], Node]  # raises UnknownNode

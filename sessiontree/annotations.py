@@ -83,26 +83,31 @@ class OfTokens(Sealed):
         _set_parts(made, tuple(joined))
         return made
 
-    # What each kind says of its parts.
+    # Of one part. As it is where that is arrays, the first with an entry for each token.
 
     @staticmethod
     def _stop(part: Part) -> int:
-        raise NotImplementedError
+        return int(part[0] + len(part[1]))
 
     @staticmethod
     def _cut(part: Part, start: int, stop: int) -> Part:
         """The tokens ``[start, stop)`` of a part, which it has."""
-        raise NotImplementedError
+        first, values = part
+        return start, values[start - first : stop - first]
 
     @staticmethod
     def _both(one: Part, other: Part) -> Part | None:
         """A part and the one that follows it as one; None where they stay two."""
-        raise NotImplementedError
+        return one[0], *(frozen_array(np.concatenate(each)) for each in zip(one[1:], other[1:], strict=True))
 
     @classmethod
     def _checked(cls, part: Part) -> Part:
         """A part that was stored, made as a caller's is. Raises TypeError, ValueError, OutOfRange."""
-        raise NotImplementedError
+        start, *arrays = part
+        make: Any = cls
+        (made,) = make(*reversed(arrays), start=start)._parts
+        checked: Part = made
+        return checked
 
     def _check_like(self, older: Any, what: str) -> None:
         """Whether it can stand beside what was said before. Raises Unsupported."""
@@ -167,6 +172,10 @@ class OfTokens(Sealed):
     def nbytes(self) -> int:
         """About how many bytes it takes."""
         return _OVERHEAD + sum(part.nbytes for parts in self._parts for part in parts if isinstance(part, np.ndarray))
+
+    @property
+    def _tokens(self) -> str:
+        return ", ".join(f"[{part[0]}, {self._stop(part)})" for part in self._parts) or "no tokens"
 
     def __reduce__(self) -> Any:
         return _from_fields, (type(self), self._parts)
@@ -234,33 +243,13 @@ class TokenValues(OfTokens):
             window.values[to : to + len(values)] = values
             window.known[to : to + len(values)] = True
 
-    @staticmethod
-    def _stop(part: Part) -> int:
-        return int(part[0] + len(part[1]))
-
-    @staticmethod
-    def _cut(part: Part, start: int, stop: int) -> Part:
-        first, values = part
-        return start, values[start - first : stop - first]
-
-    @staticmethod
-    def _both(one: Part, other: Part) -> Part | None:
-        return one[0], frozen_array(np.concatenate([one[1], other[1]]))
-
-    @classmethod
-    def _checked(cls, part: Part) -> Part:
-        start, values = part
-        (made,) = cls(values, start)._parts
-        return made
-
     def _check_like(self, older: Any, what: str) -> None:
         super()._check_like(older, what)
         if self._parts and older._parts and (self.dtype, self.row_shape) != (older.dtype, older.row_shape):
             raise Unsupported(f"{what} has rows of {older.dtype} {older.row_shape}, not {self.dtype} {self.row_shape}")
 
     def __repr__(self) -> str:
-        where = ", ".join(f"[{part[0]}, {self._stop(part)})" for part in self._parts)
-        return f"<TokenValues {self.dtype} {self.row_shape} of {where or 'no tokens'}>"
+        return f"<TokenValues {self.dtype} {self.row_shape} of {self._tokens}>"
 
 
 class Ragged(OfTokens):
@@ -304,25 +293,11 @@ class Ragged(OfTokens):
         return found
 
     @staticmethod
-    def _stop(part: Part) -> int:
-        return int(part[0] + len(part[1]))
-
-    @staticmethod
     def _cut(part: Part, start: int, stop: int) -> Part:
         first, lengths, values = part
         ends = np.cumsum(lengths, dtype=np.int64)
         begin = int(ends[start - first - 1]) if start > first else 0
         return start, lengths[start - first : stop - first], values[begin : int(ends[stop - first - 1])]
-
-    @classmethod
-    def _checked(cls, part: Part) -> Part:
-        start, lengths, values = part
-        (made,) = cls(values, lengths, start)._parts
-        return made
-
-    @staticmethod
-    def _both(one: Part, other: Part) -> Part | None:
-        return one[0], *(frozen_array(np.concatenate([one[at], other[at]])) for at in (1, 2))
 
     def _check_like(self, older: Any, what: str) -> None:
         super()._check_like(older, what)
@@ -330,8 +305,7 @@ class Ragged(OfTokens):
             raise Unsupported(f"{what} has values of {older._parts[0][2].dtype}, not {self._parts[0][2].dtype}")
 
     def __repr__(self) -> str:
-        where = ", ".join(f"[{part[0]}, {self._stop(part)})" for part in self._parts)
-        return f"<Ragged of {where or 'no tokens'}>"
+        return f"<Ragged of {self._tokens}>"
 
 
 class Spans(OfTokens):

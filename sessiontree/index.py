@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from sessiontree.locks import new_lock
 from sessiontree.memory import INT_BYTES, Ledger
-from sessiontree.node import Node
+from sessiontree.node import Node, is_on_path
 from sessiontree.prefixes import Busy, History, PrefixIndex, PrefixMatch
 
 
@@ -177,22 +177,15 @@ class NodeIndex:
             if ordinal is not None and ordinal < count:
                 return ordinal
             if index.tip is not None:
-                on_path = node.depth <= index.tip.depth and index.tip.ancestor(node.depth).id == node.id
-                return node.depth if on_path else None
+                return node.depth if is_on_path(node, index.tip) else None
             count = min(count, index.base_count)
             index = index.base
         return None
 
     def id_of(self, ordinal: int) -> bytes:
         """The id of the node of an ordinal, which is not read for it where it lies in a store."""
-        index = self
-        while ordinal < index.base_count and index.base is not None:
-            index = index.base
-        if index is not self:
-            return index.id_of(ordinal)
-        if index.tip is not None and ordinal < index.base_count:
-            return index.tip.ancestor(ordinal).id
-        return index.nodes[ordinal - index.base_count].id
+        index = self._layer_of(ordinal)
+        return self.node_at(ordinal).id if index is self else index.id_of(ordinal)
 
     @property
     def lowest(self) -> int:
@@ -275,12 +268,17 @@ class NodeIndex:
 
     def node_at(self, ordinal: int) -> Node:
         """The node of an ordinal."""
-        index = self
-        while ordinal < index.base_count and index.base is not None:
-            index = index.base
+        index = self._layer_of(ordinal)
         if index.tip is not None and ordinal < index.base_count:
             return index.tip.ancestor(ordinal)
         return index.nodes[ordinal - index.base_count]
+
+    def _layer_of(self, ordinal: int) -> NodeIndex:
+        """The layer that has a node of this ordinal, or the lowest."""
+        index = self
+        while ordinal < index.base_count and index.base is not None:
+            index = index.base
+        return index
 
     def children(self, parent: Node, count: int) -> Iterator[tuple[int, Node]]:
         """(ordinal, node) for the children of ``parent`` among the first ``count``, in commit order."""
@@ -411,6 +409,4 @@ def slot_of(parent: Node, key: str) -> bytes:
 
 def _on_path(tip: Node | None, node: Node | None) -> Node | None:
     """``node`` if it is on the path of ``tip``, where there is one."""
-    if tip is None or node is None:
-        return node
-    return node if node.depth <= tip.depth and tip.ancestor(node.depth).id == node.id else None
+    return node if tip is None or node is None or is_on_path(node, tip) else None

@@ -1141,7 +1141,7 @@ class Journal:
         """Before nodes go: record what is said of them of those, too, that are prefixes of them and stay."""
         if len(columns.places(codec.ANNOTATION, number)):
             tree, _ = self.stored_at(columns, number)
-            kept = tree._keeping_prefixes([tree.node(tree._index.id_of(ordinal)) for ordinal in ordinals if ordinal])
+            kept = tree._keeping_prefixes([tree._index.node_at(ordinal) for ordinal in ordinals if ordinal])
             if kept is not tree:
                 self._log.enqueue(_with_prefixes(_annotation_records(number, kept, kept._said_since(tree))))
 

@@ -362,6 +362,11 @@ def make_root(lineage: Lineage, extent: Extent) -> Node:
     return node
 
 
+def is_on_path(node: Node, tip: Node) -> bool:
+    """Whether a node is on the path to another, or that one. O(log depth)."""
+    return node.depth <= tip.depth and tip.ancestor(node.depth).id == node.id
+
+
 def make_child(
     parent: Node,
     identity: bytes,

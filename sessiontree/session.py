@@ -51,7 +51,7 @@ from sessiontree.journal import Anew, Journal, Overtaken, WriteLost
 from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
 from sessiontree.memory import HeldNodes
-from sessiontree.node import Namespace, Node
+from sessiontree.node import Namespace, Node, is_on_path
 from sessiontree.positions import ExternalPositions, PositionScheme
 from sessiontree.prefixes import PrefixMatch
 from sessiontree.query import Diff, Order, Problem
@@ -237,7 +237,7 @@ class Session:
         if self._closed or not tree._moves:
             return self._closed
         held = [*(head.node for head in tree._heads.values()), *(draft.parent for draft in self._drafts())]
-        return not any(tip.depth >= node.depth and tip.ancestor(node.depth).id == node.id for tip in held)
+        return not any(is_on_path(node, tip) for tip in held)
 
     def leaves(self) -> tuple[Node, ...]:
         """Nodes without children, in commit order."""
@@ -1188,7 +1188,7 @@ class Session:
         journal.flush()  # what is to go may be asked of the disk
 
         def keep(tree: SessionTree) -> tuple[SessionTree, None]:
-            return tree._keeping_prefixes([tree.node(tree._index.id_of(ordinal)) for ordinal in doomed(tree) if ordinal]), None
+            return tree._keeping_prefixes([tree._index.node_at(ordinal) for ordinal in doomed(tree) if ordinal]), None
 
         self._swap_durably(journal, keep)
 

@@ -24,7 +24,7 @@ from sessiontree.index import Limits, NodeIndex
 from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
 from sessiontree.memory import HeldNodes
-from sessiontree.node import MediaSpan, Node, Origin, make_child, own_spans
+from sessiontree.node import MediaSpan, Node, Origin, is_on_path, make_child, own_spans
 from sessiontree.positions import PositionScheme
 from sessiontree.prefixes import PrefixIndex
 from sessiontree.stored_prefixes import Content, StoredPrefixes
@@ -294,7 +294,7 @@ class StoredIndex(NodeIndex):
         """The ordinal of a node that is here, or on the path it lies over."""
         if node.parent is None:
             return 0
-        if self.tip is not None and node.depth <= self.tip.depth and self.tip.ancestor(node.depth).id == node.id:
+        if self.tip is not None and is_on_path(node, self.tip):
             return node.depth
         return self.source.find(node.id)
 

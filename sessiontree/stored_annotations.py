@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sessiontree.annotation_log import is_on_path
 from sessiontree.annotations import Annotation
 from sessiontree.errors import CorruptTree, UnknownNode
-from sessiontree.node import Node
+from sessiontree.node import Node, is_on_path
 from sessiontree.stored import StoredIndex
 
 

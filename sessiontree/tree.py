@@ -47,7 +47,7 @@ from sessiontree.frozen import Sealed, checked_text, freeze_metadata, no_subclas
 from sessiontree.heads import UNSET, Dropped, Head, Heads, HeadsByName, Move, handed_head, heads_of, moved, moves_between, new_head
 from sessiontree.index import Limits, NodeIndex, slot_of
 from sessiontree.media import MediaItem, placements
-from sessiontree.node import Lineage, Namespace, Node, make_child, make_root
+from sessiontree.node import Lineage, Namespace, Node, is_on_path, make_child, make_root
 from sessiontree.positions import ExternalPositions, PositionScheme
 from sessiontree.positions import scheme as scheme_named
 from sessiontree.prefixes import History, PrefixMatch
@@ -448,7 +448,7 @@ class SessionTree(Sealed):
                 raise Unsupported(f"{what} goes with its session alone", node=root)
         for holder, node in held:
             for root in roots:
-                if node.depth >= root.depth and node.ancestor(root.depth).id == root.id:
+                if is_on_path(root, node):
                     raise NodeHeld(f"{root!r} is held by {holder}, at {node!r}", node=node, holder=holder)
 
     def forked(self, node: Node | bytes) -> SessionTree:
@@ -553,7 +553,9 @@ class SessionTree(Sealed):
 
     def _annotated(self, node: Node, values: Mapping[str, Annotation]) -> SessionTree:
         """The same, of one of its own nodes, by values that were checked."""
-        own = self._read_said([node], *values if len(values) == 1 else (None,))[0]
+        if not values:
+            return self
+        own = self._read_said([node], next(iter(values)) if len(values) == 1 else None)[0]
         more = []
         for name, value in values.items():
             older = own.get(name)

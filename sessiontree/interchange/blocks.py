@@ -189,7 +189,7 @@ def _blocks(turn: Turn, message: Message, layout: Layout, form: Form, losses: Lo
 def _call(turn: Turn, call: Any, form: Form, losses: Losses) -> Block | None:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
-        losses.add("tool calls that are no functions", turn.place or str(turn.id))
+        losses.add("tool calls that are no functions", str(turn.id))
         return None
     text = function.get("arguments")
     try:
@@ -197,7 +197,7 @@ def _call(turn: Turn, call: Any, form: Form, losses: Losses) -> Block | None:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, Mapping):
-        losses.add("arguments of tool calls that are no JSON mapping stand in one of their text", turn.place or str(turn.id))
+        losses.add("arguments of tool calls that are no JSON mapping stand in one of their text", str(turn.id))
         arguments = {"arguments": text}
     name = function.get("name")
     return {"type": form.call, "id": str(call.get("id") or ""), "name": str(name or ""), form.arguments: arguments}
@@ -226,18 +226,16 @@ def _block(turn: Turn, part: Any, entry: Mapping[str, Any], form: Form, losses: 
     elif isinstance(part, Mapping) and turn.fields:
         return dict(part)
     if made is None:
-        losses.add(f"parts of content of type {kind}", turn.place or str(turn.id))
+        losses.add(f"parts of content of type {kind}", str(turn.id))
     return made
 
 
 def add_losses(turn: Turn, losses: Losses) -> None:
     """What a turn of another format has and no transcript does."""
-    if turn.token_ids is not None:
-        losses.add("token ids", turn.place or str(turn.id))
     if turn.annotations:
-        losses.add("annotations", turn.place or str(turn.id))
+        losses.add("annotations", str(turn.id))
     if turn.derived_from:
-        losses.add("what turns were made of", turn.place or str(turn.id))
+        losses.add("what turns were made of", str(turn.id))
 
 
 def seconds(text: Any) -> float | None:

@@ -35,14 +35,14 @@ class Form:
     """How a format writes blocks.
 
     ``call``: the type of a tool call, and ``arguments`` the key of what it is called with. ``take_image(block)``: takes base64 and
-    MIME type of a picture out of the mapping; None, and nothing taken, where it is another kind. ``image(base64, mime_type)``:
-    such a block. ``image_url(url)``: a picture that is only named; None where there is no such block. ``results``: whether results
-    of tools are blocks, of type "tool_result", rather than messages.
+    MIME type of a picture out of the mapping, or its URL; None, and nothing taken, where it is another kind.
+    ``image(base64, mime_type)``, ``image_url(url)``: such blocks; None where there is none. ``results``: whether results of tools
+    are blocks, of type "tool_result", rather than messages.
     """
 
     call: str
     arguments: str
-    take_image: Callable[[Block], tuple[str, str] | None]
+    take_image: Callable[[Block], tuple[str, str] | str | None]
     image: Callable[[str, str], Block]
     image_url: Callable[[str], Block | None] = lambda _: None
     results: bool = False
@@ -56,6 +56,11 @@ class Apart:
     reasoning: list[str] = attrs.Factory(list)
     calls: list[Block] = attrs.Factory(list)
     layout: Layout = attrs.Factory(list)
+
+    def say(self, entry: dict[str, Any], block: Block) -> None:
+        """What a block is, and what is left of it."""
+        also = {key: value for key, value in block.items() if key != "type"}
+        self.layout.append(entry | ({"also": also} if also else {}))
 
     def message(self, role: str) -> dict[str, Any]:
         """A message of it. What an assistant or a tool says is text where it is one text, and None where it is nothing."""
@@ -76,59 +81,70 @@ def take_apart(blocks: list[Any], form: Form, images: list[Image], place: str, l
     apart = Apart()
     for number, block in enumerate(blocks):
         at = f"{place}[{number}]"
-        if expect(block, dict, "a block", at, losses):
-            _take(dict(block), form, apart, images, at, losses)
+        if not expect(block, dict, "a block", at, losses):
+            continue
+        kind, rest = block.get("type"), dict(block)
+        if kind == "thinking" and isinstance(block.get("thinking"), str):
+            text = rest.pop("thinking")
+            apart.reasoning.append(text)
+            apart.say({"of": "reasoning", "length": len(text)}, rest)
+        elif kind == form.call and _is_call(block, form):
+            function = {"name": rest.pop("name"), "arguments": json.dumps(rest.pop(form.arguments), ensure_ascii=False)}
+            apart.calls.append({"id": rest.pop("id"), "type": "function", "function": function})
+            apart.say({"of": "call"}, rest)
+        elif kind == "tool_result" and form.results and isinstance(block.get("tool_use_id"), str):
+            entry = {"of": "content"}
+            apart.content.append(_result(rest, entry, form, images, at, losses))
+            apart.say(entry, rest)
+        elif kind == form.call:
+            apart.layout.append({"of": "block", "block": block})
+        else:
+            _take_part(block, form, apart, images, at, losses)
     return apart
 
 
-def _take(block: Block, form: Form, apart: Apart, images: list[Image], place: str, losses: Losses) -> None:
-    kind = block.get("type")
-    entry: dict[str, Any] = {"of": "content"}
+def _take_part(block: Block, form: Form, apart: Apart, images: list[Image], place: str, losses: Losses) -> None:
+    """A block that is a part of the content, or kept aside."""
+    kind, rest = block.get("type"), dict(block)
     part: Block | None = None
-    whole = dict(block)
     if kind == "text" and isinstance(block.get("text"), str):
-        part = {"type": "text", "text": block.pop("text")}
-    elif kind == "thinking" and isinstance(block.get("thinking"), str):
-        text = block.pop("thinking")
-        apart.reasoning.append(text)
-        entry = {"of": "reasoning", "length": len(text)}
-    elif kind == form.call:
-        if not _is_call(block, form):
-            apart.layout.append({"of": "block", "block": whole})
-            return
-        function = {"name": block.pop("name"), "arguments": json.dumps(block.pop(form.arguments), ensure_ascii=False)}
-        apart.calls.append({"id": block.pop("id"), "type": "function", "function": function})
-        entry = {"of": "call"}
-    elif kind == "image" and (picture := form.take_image(block)) is not None:
-        image = from_base64(*picture, place, losses)
-        if image is not None and to_base64(image) == picture[0]:  # otherwise it could not be written as it was
-            images.append(image)
-            part = {"type": "image", "image": len(images) - 1}
-    elif kind == "tool_result" and form.results and isinstance(block.get("tool_use_id"), str):
-        part = {"type": "tool_result", "tool_call_id": block.pop("tool_use_id"), "content": ""}
-        content = block.pop("content", ...)
-        if isinstance(content, str):
-            part["content"] = content
-        elif isinstance(content, list):
-            inner = take_apart(content, form, images, f"{place}.content", losses)
-            part["content"] = inner.content
-            if inner.layout != usual_layout({"content": inner.content}):
-                entry["layout"] = inner.layout
-        elif content is not ...:
-            block["content"] = content
+        part = {"type": "text", "text": rest.pop("text")}
+    elif kind == "image" and (taken := form.take_image(rest)) is not None:
+        if isinstance(taken, str):
+            part = {"type": "image_url", "image_url": {"url": taken}}
         else:
-            entry["layout"] = None
+            image = from_base64(*taken, place, losses)
+            if image is not None and to_base64(image) == taken[0]:  # otherwise it could not be written as it was
+                images.append(image)
+                part = {"type": "image", "image": len(images) - 1}
     elif isinstance(kind, str) and kind not in _KEPT_ASIDE:
-        apart.content.append(whole)
-        apart.layout.append(entry)
-        return
-    if entry["of"] == "content":
-        if part is None:
-            apart.layout.append({"of": "block", "block": whole})
-            return
+        part, rest = block, {}
+    if part is None:
+        apart.layout.append({"of": "block", "block": block})
+    else:
         apart.content.append(part)
-    del block["type"]
-    apart.layout.append(entry | ({"also": block} if block else {}))
+        apart.say({"of": "content"}, rest)
+
+
+def _result(rest: Block, entry: dict[str, Any], form: Form, images: list[Image], place: str, losses: Losses) -> Block:
+    """The part that a tool's result is. What it says is taken out of the block; ``entry`` gets the layout of its own blocks."""
+    part = {"type": "tool_result", "tool_call_id": rest.pop("tool_use_id"), "content": ""}
+    content = rest.get("content")
+    if isinstance(content, (str, list)):
+        del rest["content"]
+        part["content"] = content
+    elif "content" not in rest:
+        entry["layout"] = None
+    if isinstance(content, list):
+        inner = Apart()
+        for number, block in enumerate(content):
+            at = f"{place}.content[{number}]"
+            if expect(block, dict, "a block", at, losses):
+                _take_part(block, form, inner, images, at, losses)
+        part["content"] = inner.content
+        if inner.layout != usual_layout({"content": inner.content}):
+            entry["layout"] = inner.layout
+    return part
 
 
 def _is_call(block: Block, form: Form) -> bool:
@@ -206,27 +222,32 @@ def _call(turn: Turn, call: Any, form: Form, losses: Losses) -> Block | None:
 def _block(turn: Turn, part: Any, entry: Mapping[str, Any], form: Form, losses: Losses) -> Block | None:
     kind = part.get("type") if isinstance(part, Mapping) else None
     made: Block | None = None
-    if kind == "text" and isinstance(part.get("text"), str):
-        made = {"type": "text", "text": part["text"]}
-    elif kind == "image":
-        image = turn.images[part["image"]]
-        made = form.image(to_base64(image), image.mime_type)
-    elif kind == "image_url" and isinstance(part.get("image_url"), Mapping):
-        made = form.image_url(str(part["image_url"].get("url")))
-    elif kind == "refusal":
-        made = {"type": "text", "text": str(part.get("refusal"))}
-    elif kind == "tool_result" and form.results:
-        made = {"type": "tool_result", "tool_use_id": str(part.get("tool_call_id") or "")}
-        content = part.get("content")
-        layout = entry.get("layout", ...)
-        if isinstance(content, str) and layout is not None:
-            made["content"] = content
-        elif isinstance(content, (list, tuple)):
-            made["content"] = put_together(turn, {"content": content}, None if layout is ... else layout, form, losses)
-    elif isinstance(part, Mapping) and turn.fields:
-        return dict(part)
+    match kind:
+        case "text" if isinstance(part.get("text"), str):
+            made = {"type": "text", "text": part["text"]}
+        case "image":
+            image = turn.images[part["image"]]
+            made = form.image(to_base64(image), image.mime_type)
+        case "image_url" if isinstance(part.get("image_url"), Mapping):
+            made = form.image_url(str(part["image_url"].get("url")))
+        case "tool_result" if form.results:
+            made = _result_block(turn, part, entry.get("layout", ...), form, losses)
+        case _ if kind is not None and turn.fields:
+            return dict(part)
+        case "refusal":
+            made = {"type": "text", "text": str(part.get("refusal"))}
     if made is None:
         losses.add(f"parts of content of type {kind}", str(turn.id))
+    return made
+
+
+def _result_block(turn: Turn, part: Mapping[str, Any], layout: Any, form: Form, losses: Losses) -> Block:
+    made: Block = {"type": "tool_result", "tool_use_id": str(part.get("tool_call_id") or "")}
+    content = part.get("content")
+    if isinstance(content, str) and layout is not None:
+        made["content"] = content
+    elif isinstance(content, (list, tuple)):
+        made["content"] = put_together(turn, {"content": content}, None if layout is ... else layout, form, losses)
     return made
 
 

@@ -42,14 +42,15 @@ _COPIED: Final = 64  # characters from which on a text that stands in a line twi
 _COPY_DEPTH: Final = 4
 
 
-def _take_image(block: Block) -> tuple[str, str] | None:
-    source = block.get("source")
-    if not isinstance(source, dict) or source.keys() != {"type", "media_type", "data"} or source["type"] != "base64":
-        return None
-    if not (isinstance(source["data"], str) and isinstance(source["media_type"], str)):
-        return None
-    del block["source"]
-    return source["data"], source["media_type"]
+def _take_image(block: Block) -> tuple[str, str] | str | None:
+    match block.get("source"):
+        case {"type": "base64", "media_type": str(kind), "data": str(data), **rest} if not rest:
+            del block["source"]
+            return data, kind
+        case {"type": "url", "url": str(url), **rest} if not rest:
+            del block["source"]
+            return url
+    return None
 
 
 _FORM: Final = Form(
@@ -358,6 +359,7 @@ class _Lines:
         if role == "assistant":
             if message.get("reasoning_content"):
                 losses.add("reasoning has no signature, without which Anthropic's API takes none back", place)
+                blocks[0]["signature"] = ""
             reason = _REASON_OF.get(turn.finish_reason or "", "tool_use" if message.get("tool_calls") else "end_turn")
             said = {"id": f"msg_{name}", "type": "message", "role": role, "model": "unknown", "content": blocks}
             return line | {"type": role, "message": {**said, "stop_reason": reason, "stop_sequence": None, "usage": _NO_USAGE}}

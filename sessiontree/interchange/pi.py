@@ -52,15 +52,17 @@ _FORM: Final = Form("toolCall", "arguments", _take_image, lambda data, kind: {"t
 def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
     """The one session of a file, called by the id in its header."""
     lines = file.lines(losses)
-    place, header = next(lines, ("line 1", None))
+    begin = next(lines, None)
+    if begin is None:
+        losses.fault("no session of pi: it has no lines", "the whole file")
+        return
+    place, header = begin
     if not isinstance(header, dict) or header.get("type") != "session" or not isinstance(header.get("id"), str):
         losses.fault("no session of pi: its first line is to be a header with an id", place)
-        if header is None:
-            return
-        lines, header = chain([(place, header)], lines), {"id": file.stem, "version": _VERSION}
+        lines, header = chain([begin], lines), {"id": file.stem, "version": _VERSION}
     version = header.get("version")
     if not expect(version, (int, float, type(None)), "the session's version", place, losses):
-        version = _VERSION
+        header["version"] = version = _VERSION
     first = []
     for line in lines:
         first.append(line)

@@ -6,7 +6,7 @@ docs/interchange.md. Other packages add formats by the entry point group ``sessi
 
 from sessiontree.interchange.conversations import Conversation, Image, Message, Tree, Turn, text_of
 from sessiontree.interchange.formats import Format, format_named, formats
-from sessiontree.interchange.loading import ImportReport, import_file
+from sessiontree.interchange.loading import DEFAULT_SCHEME, ImportReport, import_file
 from sessiontree.interchange.losses import Loss, Losses
 from sessiontree.interchange.saving import ExportReport, export_file
 from sessiontree.interchange.source import SourceFile
@@ -14,6 +14,7 @@ from sessiontree.interchange.templates import ChatTemplate
 from sessiontree.interchange.words import message_of
 
 __all__ = [
+    "DEFAULT_SCHEME",
     "ChatTemplate",
     "Conversation",
     "ExportReport",

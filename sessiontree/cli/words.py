@@ -69,7 +69,7 @@ def words(name: str | None) -> Words | None:
 
 
 def template(name: str | None) -> Any:
-    """What writes messages as tokens for a ChatTemplate: Qwen's ChatML, or a tokenizer that brings its template; None without a name.
+    """What writes messages as tokens: Qwen's ChatML, or a tokenizer that brings its template; None without a name.
 
     Raises what :func:`words` does, and Usage for a tokenizer without a template.
     """

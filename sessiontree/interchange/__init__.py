@@ -4,6 +4,7 @@
 docs/interchange.md. Other packages add formats by the entry point group ``sessiontree.formats``.
 """
 
+from sessiontree.interchange.appending import append_messages
 from sessiontree.interchange.conversations import Conversation, Image, Message, Tree, Turn, text_of
 from sessiontree.interchange.formats import Format, format_named, formats
 from sessiontree.interchange.loading import DEFAULT_SCHEME, ImportReport, import_file
@@ -27,6 +28,7 @@ __all__ = [
     "SourceFile",
     "Tree",
     "Turn",
+    "append_messages",
     "export_file",
     "format_named",
     "formats",

@@ -4,9 +4,10 @@
 docs/interchange.md. Other packages add formats by the entry point group ``sessiontree.formats``.
 """
 
+from sessiontree.interchange.appending import append_messages
 from sessiontree.interchange.conversations import Conversation, Image, Message, Tree, Turn, text_of
 from sessiontree.interchange.formats import Format, format_named, formats
-from sessiontree.interchange.loading import ImportReport, import_file
+from sessiontree.interchange.loading import DEFAULT_SCHEME, ImportReport, import_file
 from sessiontree.interchange.losses import Loss, Losses
 from sessiontree.interchange.saving import ExportReport, export_file
 from sessiontree.interchange.source import SourceFile
@@ -14,6 +15,7 @@ from sessiontree.interchange.templates import ChatTemplate
 from sessiontree.interchange.words import message_of
 
 __all__ = [
+    "DEFAULT_SCHEME",
     "ChatTemplate",
     "Conversation",
     "ExportReport",
@@ -26,6 +28,7 @@ __all__ = [
     "SourceFile",
     "Tree",
     "Turn",
+    "append_messages",
     "export_file",
     "format_named",
     "formats",

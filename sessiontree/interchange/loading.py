@@ -28,7 +28,6 @@ from sessiontree.interchange.templates import LOOKS_BACK, ChatTemplate, Rendered
 from sessiontree.media import MediaItem, media_identity
 from sessiontree.node import Namespace, Node
 from sessiontree.positions import PositionScheme
-from sessiontree.positions import scheme as scheme_named
 from sessiontree.store import Session, SessionStore
 
 #: The scheme of sessions of which nothing else is said: a token's position is its index.
@@ -96,12 +95,9 @@ def import_file(
     form = format if isinstance(format, Format) else format_named(format)
     if form.read is None:
         raise UnknownFormat(f"{form.name} is written, not read", name=form.name, known=())
-    rule = scheme_named(scheme) if isinstance(scheme, str) else scheme
     paths = _files(Path(path), form)
     total, before = sum(each.stat().st_size for each in paths), 0
-    loader = _Loader(
-        store, form, None if template is None else ChatTemplate.of(template), rule, namespace, model_fingerprint, prefix
-    )
+    loader = Importer(store, form, template, scheme, namespace, model_fingerprint, prefix)
     for each in paths:
         losses = loader.losses_in(each.name, salvage)
         told = None if progress is None else _Told(progress, before, total)
@@ -145,22 +141,22 @@ def _mark(path: Path) -> str:
     return digest.hexdigest()
 
 
-class _Loader:
+class Importer:
     """One import: what is the same for all its conversations, and what is counted over them."""
 
     def __init__(
         self,
         store: SessionStore,
         form: Format,
-        template: ChatTemplate | None,
-        scheme: PositionScheme,
-        namespace: Any,
-        model_fingerprint: str,
-        prefix: str,
+        template: Any,
+        scheme: PositionScheme | str = DEFAULT_SCHEME,
+        namespace: Namespace | Mapping[str, str | None] | str | None = None,
+        model_fingerprint: str = "",
+        prefix: str = "",
     ) -> None:
         self.store = store
         self.form = form
-        self.template = template
+        self.template = None if template is None else ChatTemplate.of(template)
         self.scheme = scheme
         self.namespace = Namespace.of(namespace)
         self.model_fingerprint = model_fingerprint
@@ -212,6 +208,10 @@ class _Loader:
         self.count("new_nodes", new)
         self.count("added" if made else "grown" if new else "known")
 
+    def append(self, session: Session, parent: Node, conversation: Conversation, losses: Losses) -> Node:
+        """The turns of a conversation under a node; the last of them."""
+        return _Conversation(self, session, conversation, losses).append(parent)
+
     def _session(self, session_id: str) -> tuple[Session, bool]:
         try:
             return self.store.create(
@@ -244,7 +244,7 @@ class _Said(NamedTuple):
 class _Conversation:
     """One conversation on its way into its session."""
 
-    def __init__(self, loader: _Loader, session: Session, conversation: Conversation, losses: Losses) -> None:
+    def __init__(self, loader: Importer, session: Session, conversation: Conversation, losses: Losses) -> None:
         self.loader = loader
         self.session = session
         self.conversation = conversation
@@ -256,13 +256,18 @@ class _Conversation:
         self.last: Node = session.root
         self.last_id: str | None = None  # of the turn that came last
 
-    def load(self, mark: str | None) -> None:
+    def append(self, parent: Node) -> Node:
+        self.last = parent
         for turn in self.conversation.turns:
             self.loader.count("turns")
             self._take(turn)
         self._end_run()
         self._take_stranded()
         self._end_run()
+        return self.last
+
+    def load(self, mark: str | None) -> None:
+        self.append(self.session.root)
         self._say_of_all(mark)
         if self.loader.template is not None:
             self._compare(self.loader.template)

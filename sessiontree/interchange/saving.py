@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -50,6 +51,7 @@ def export_file(
     *,
     at: tuple[str, Node | bytes] | None = None,
     decode: Decode | None = None,
+    overwrite: bool = False,
 ) -> ExportReport:
     """Write sessions as a file of another tool.
 
@@ -57,14 +59,14 @@ def export_file(
     ``decode``: ids to text, for turns that were not imported and so have tokens alone; without it they say nothing, which is
     counted. Of a format that holds one conversation a file, several sessions make a folder.
 
-    The file is there whole or not at all. Raises UnknownFormat; Unsupported where ``path`` is there already; UnknownSession,
-    UnknownNode, and what reading nodes raises.
+    The file is there whole or not at all. Raises UnknownFormat; Unsupported where ``path`` is there already, unless it is a file
+    and ``overwrite`` says so; UnknownSession, UnknownNode, and what reading nodes raises.
     """
     form = format if isinstance(format, Format) else format_named(format)
     if form.write is None:
         raise UnknownFormat(f"{form.name} is read, not written", name=form.name, known=())
     target = Path(path)
-    if target.exists():
+    if target.exists() and not (overwrite and target.is_file()):
         raise Unsupported(f"{target} is there already")
     names = [at[0]] if at is not None else list(store.sessions() if sessions is None else sessions)
     saver = _Saver(store, form, None if at is None else at[1], decode)
@@ -75,11 +77,15 @@ def export_file(
         made = target.with_name(f".{target.name}.partial-{os.getpid()}")
         made.mkdir()
         files = []
-        for name in names:
-            file = f"{quote(name, safe=' ')[:200]}{form.suffix}"
-            _written(form, [saver.conversation(name)], made / file, saver.losses)
-            files.append(target / file)
-        made.rename(target)
+        try:
+            for name in names:
+                file = f"{quote(name, safe=' ')[:200]}{form.suffix}"
+                _written(form, [saver.conversation(name)], made / file, saver.losses)
+                files.append(target / file)
+            made.rename(target)
+        except BaseException:
+            shutil.rmtree(made)
+            raise
     return ExportReport(
         format=form.name,
         files=tuple(map(str, files[:100])),
@@ -98,7 +104,7 @@ def _written(form: Format, conversations: Iterable[Conversation], target: Path, 
         form.write(conversations, made, losses)
         with made.open("rb+") as file:
             os.fsync(file.fileno())
-        made.rename(target)
+        made.replace(target)
     finally:
         made.unlink(missing_ok=True)
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from sessiontree.interchange.conversations import Conversation, Message, Turn
 from sessiontree.node import Node
+from sessiontree.stored import LoneNode
 
 #: The annotation of a session's root that says what its conversation was.
 ANNOTATION: Final = "interchange"
@@ -79,12 +80,12 @@ def is_text(text: str) -> bool:
     return True
 
 
-def message_of(node: Node) -> dict[str, Any] | None:
+def message_of(node: Node | LoneNode) -> dict[str, Any] | None:
     """The message that a node was imported of, in the form of OpenAI's chat messages; None where it was none.
 
     Pictures are parts ``{"type": "image", "image": n}``; ``node.metadata["images"][n]`` says where the n-th is kept.
     """
-    said = node.metadata.get(MESSAGE)
+    said = node._details.metadata.get(MESSAGE)
     message: dict[str, Any] | None = json.loads(said) if isinstance(said, str) else None
     return message
 

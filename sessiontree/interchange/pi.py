@@ -86,22 +86,22 @@ def _declared(entry: Any) -> list[Any]:
 
 
 class _Labels:
-    """Labels, as entries set and clear them one after the other: one for each entry that has one. ``heads``: ids by label."""
+    """Labels, as entries set and clear them one after the other. ``of``: the one label of each entry that has one."""
 
     def __init__(self) -> None:
+        self.of: dict[str, str] = {}
         self.heads: dict[str, str] = {}
-        self._of: dict[str, str] = {}
 
     def tell(self, entry: Mapping[str, Any]) -> None:
         """Sets or clears a label."""
         target, label = entry.get("targetId"), entry.get("label")
         if not isinstance(target, str):
             return
-        before = self._of.pop(target, None)
+        before = self.of.pop(target, None)
         if before is not None and self.heads.get(before) == target:
             del self.heads[before]
         if isinstance(label, str) and label not in ("", MAIN) and label.encode(errors="ignore").decode() == label:
-            self._of[target] = label
+            self.of[target] = label
             self.heads[label] = target
 
 
@@ -326,11 +326,18 @@ class _Lines:
         if self._linear:
             return
         for label, name in conversation.heads.items():
-            if label != MAIN and self._labels.heads.get(label) != name:
-                yield self._added("label", last, "a head is an entry of its own", targetId=name, label=label)
+            if label == MAIN or self._labels.heads.get(label) == name:
+                continue
+            if name in self._labels.of:
+                self._losses.add("heads at a turn that has a label", label)
+                continue
+            made = self._added("label", last, "a head is an entry of its own", targetId=name, label=label)
+            self._labels.tell(made)
+            last = str(made["id"])
+            yield made
         main = conversation.heads.get(MAIN)
         if main is not None and main != last:
-            yield self._added("label", main, "a head is an entry of its own", targetId=main, label=MAIN)
+            yield self._added("custom", main, "that another turn than the last is main is an entry of its own", customType=MAIN)
 
     def _head(self) -> Mapping[str, Any]:
         conversation = self._conversation

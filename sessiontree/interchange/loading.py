@@ -254,7 +254,7 @@ class _Conversation:
         self.run: list[_Said] = []  # tool results that follow each other: they get tokens together
         self.run_parent: Node = session.root
         self.last: Node = session.root
-        self.last_id: str | None = None  # of the turn that came last
+        self.last_id: str | None = None  # the key of the turn that came last
 
     def append(self, parent: Node) -> Node:
         self.last = parent
@@ -287,7 +287,7 @@ class _Conversation:
                 continue
             if turn.parent is None or turn.parent is ...:
                 self._place(turn, turn.parent is ...)
-            elif turn.parent in self.nodes or turn.parent == self.last_id:
+            elif turn.parent in self.nodes or any(turn.parent == each.key for each in self.run):
                 self._place(turn, turn.parent == self.last_id)
             else:
                 self.waiting.setdefault(turn.parent, []).append(turn)

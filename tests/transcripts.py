@@ -83,7 +83,7 @@ def with_more(draw: st.DrawFn, known: Mapping[str, st.SearchStrategy[Any]]) -> d
 calls = st.builds(
     lambda name, arguments, number: {"id": f"c{number}", "type": "function", "function": {"name": name, "arguments": arguments}},
     words,
-    mappings.map(json.dumps),
+    mappings.map(lambda made: json.dumps(made, ensure_ascii=False)),
     st.integers(0, 9),
 )
 parts = st.builds(lambda text: {"type": "text", "text": text}, texts) | st.just({"type": "image", "image": 0})

@@ -24,6 +24,7 @@ from sessiontree.interchange.source import expect
 Block = dict[str, Any]
 Layout = list[dict[str, Any]]
 
+_JSON: Final = json.JSONEncoder(ensure_ascii=False)
 #: Between the reasoning of one block and the next.
 _BETWEEN: Final = "\n\n"
 #: Types that mean something in the normal form, or that only the model's maker can read: one that is unlike it is kept aside.
@@ -89,7 +90,7 @@ def take_apart(blocks: list[Any], form: Form, images: list[Image], place: str, l
             apart.reasoning.append(text)
             apart.say({"of": "reasoning", "length": len(text)}, rest)
         elif kind == form.call and _is_call(block, form):
-            function = {"name": rest.pop("name"), "arguments": json.dumps(rest.pop(form.arguments), ensure_ascii=False)}
+            function = {"name": rest.pop("name"), "arguments": _JSON.encode(rest.pop(form.arguments))}
             apart.calls.append({"id": rest.pop("id"), "type": "function", "function": function})
             apart.say({"of": "call"}, rest)
         elif kind == "tool_result" and form.results and isinstance(block.get("tool_use_id"), str):

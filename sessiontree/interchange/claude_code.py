@@ -271,10 +271,10 @@ class _Lines:
         self._losses = losses
         self._remarks = _Remarks()
         self._names: dict[str, str] = {}  # uuids, by ids of turns
+        self._aside: set[str] = set()  # turns of subagents
         self._time = 0.0
         #: What each line says of where the session is; as the line before did.
         self._around: dict[str, Any] = {
-            "isSidechain": False,
             "userType": "external",
             "cwd": "/",
             "sessionId": _uuid(conversation.id, conversation.id),
@@ -284,24 +284,31 @@ class _Lines:
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         conversation, remarks = self._conversation, self._remarks
+        after = conversation.fields.get("after", ())
+        last: str | None = None
         for turn in conversation.turns:
             own = "line" in turn.fields
-            self._names[str(turn.id)] = str(turn.id) if own else _uuid(conversation.id, str(turn.id))
+            last = str(turn.id) if own else _uuid(conversation.id, str(turn.id))
+            self._names[str(turn.id)] = last
             if own:
                 yield from self._remarked(turn.fields.get("before", ()))
                 line = self._own(turn)
                 self._around |= {key: line[key] for key in self._around if key in line}
             else:
+                yield from self._remarked(after)  # what stood at the end stays before what is new
+                after = ()
                 line = self._line(turn)
             self._time = seconds(line.get("timestamp")) or self._time
-            remarks.turn(line["uuid"], line)
+            remarks.turn(last, line)
+            if line.get("isSidechain") is True:
+                self._aside.add(last)
             yield line
-        yield from self._remarked(conversation.fields.get("after", ()))
+        yield from self._remarked(after)
         session = {"sessionId": self._around["sessionId"]}
         if conversation.title and conversation.title != remarks.title:
             yield {"type": "custom-title", "customTitle": conversation.title, **session}
         main = self._names.get(conversation.heads.get(MAIN, ""))
-        if main is not None and main != remarks.main:
+        if main is not None and main != (remarks.main or last):
             yield {"type": "last-prompt", "leafUuid": main, **session}
         if heads := conversation.heads.keys() - {MAIN}:
             self._losses.add("heads other than main", conversation.id, len(heads))
@@ -347,7 +354,8 @@ class _Lines:
         if name != place:
             losses.add("ids that are no UUIDs are others", place)
         time = self._time + 0.001 if turn.created_at is None else turn.created_at
-        line = {"parentUuid": self._parent(turn), **self._around, "uuid": name, "timestamp": iso(time)}
+        parent = self._parent(turn)
+        line = {"parentUuid": parent, "isSidechain": parent in self._aside, **self._around, "uuid": name, "timestamp": iso(time)}
         if message is None:
             losses.add("turns that are no messages are remarks of the system", place)
             return line | _remark(turn.role)

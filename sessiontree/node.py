@@ -111,6 +111,7 @@ class Node(Sealed):
         "_extent",
         "_lineage",
         "_media_above",
+        "_state",
         "_up",
         "id",
         "key",
@@ -121,7 +122,6 @@ class Node(Sealed):
         "role",
         "runs",
         "start",
-        "state",
         "stop",
     )
 
@@ -134,11 +134,11 @@ class Node(Sealed):
     role: str | None
     key: str | None
     runs: Runs
-    state: PositionState
     replayed: TurnPositions | None
     _details: Details
     _lineage: Lineage
     _extent: Extent
+    _state: PositionState | None  # None: where every token stands at its index
     _up: Up
     _media_above: Node | None  # the nearest node above it that has media; never itself, or only the collector could free it
 
@@ -146,6 +146,15 @@ class Node(Sealed):
 
     def __new__(cls) -> Node:
         raise TypeError("nodes are made by append, commit and the like, not by calling Node")
+
+    @property
+    def state(self) -> PositionState:
+        """The position state after its last token, as decoded."""
+        state: PositionState | None = _get_state(self)
+        if state is None:
+            stop = self.stop
+            return _plain_state((stop, stop, stop - 1, (), ()))
+        return state
 
     @property
     def depth(self) -> int:
@@ -313,6 +322,8 @@ class Node(Sealed):
         return f"<Node {self.id[:4].hex()} depth={self.depth} tokens=[{self.start}, {self.stop}) {what}{media}>"
 
 
+_get_state = Node.__dict__["_state"].__get__
+_plain_state = partial(tuple.__new__, PositionState)
 _SET = seal(Node)
 _new = object.__new__
 _set_id = _SET["id"]
@@ -324,7 +335,7 @@ _set_origin = _SET["origin"]
 _set_role = _SET["role"]
 _set_key = _SET["key"]
 _set_runs = _SET["runs"]
-_set_state = _SET["state"]
+_set_state = _SET["_state"]
 _set_replayed = _SET["replayed"]
 _set_details = _SET["_details"]
 _set_lineage = _SET["_lineage"]
@@ -349,7 +360,7 @@ def make_root(lineage: Lineage, extent: Extent) -> Node:
         "role": None,
         "key": None,
         "runs": 0,
-        "state": state,
+        "_state": state,
         "replayed": None,
         "_details": NO_DETAILS,
         "_lineage": lineage,
@@ -402,7 +413,8 @@ def make_child(
     _set_role(node, role)
     _set_key(node, key)
     _set_runs(node, runs)
-    _set_state(node, state)
+    plain = state[1] is stop and state[2] == stop - 1 and not (state[3] or state[4])  # one object: no float that is equal
+    _set_state(node, None if plain else state)
     _set_replayed(node, replayed)
     _set_details(node, details)
     _set_lineage(node, parent._lineage)

@@ -7,8 +7,8 @@ a media item if it is one. So every prefix has one place in the trie: a line, an
 
 Nodes come in commit order, and each adds to the trie what no path before it had, in time proportional to its own tokens. A
 search goes along lines, which is fastest, until a path has forked too often; then it goes from one block of tokens to the next
-by digests, which only what lies behind so many forks has. It never looks at what came after the count it is given. One thread at a time adds; searching needs no lock, since what
-is there stays there and every step leaves the trie right.
+by digests, which only what lies behind so many forks has. It never looks at what came after the count it is given. One thread at
+a time adds; searching needs no lock, since what is there stays there and every step leaves the trie right.
 
 A trie may lie over an older version of another one, as a layer that holds what its own nodes add to that and leaves it as it is.
 No place is in both. So a search goes through the layers once, upwards, each from where the one below it had to stop.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from struct import Struct
 from sys import getsizeof
@@ -47,9 +47,9 @@ _LONGEST_LOOK: Final = 2**16  # tokens
 _ENDLESS: Final = 2**63
 _BITS: Final = 32  # of a path index, and of a number of a node or a line
 _LOW: Final = 2**_BITS - 1
-_LINE_BYTES: Final = 720  # measured: of a line with its lists and what finds it
-_END_BYTES: Final = 160  # of a node's place: how far it brought its line, and where it ends
-_BLOCK_BYTES: Final = 160
+_LINE_BYTES: Final = 620  # measured: of a line with its arrays and what finds it
+_END_BYTES: Final = 18  # of a node's place: how far it brought its line, and where it ends
+_BLOCK_BYTES: Final = 140
 
 
 class Busy(Exception):
@@ -164,8 +164,9 @@ _Ends = tuple["array[int]", "array[int]"]
 class PrefixIndex:
     """The trie of the first ``count`` nodes of a tree.
 
-    ``first``: the number of the first of its own ``nodes``: behind the path of ``tip``, or, for a layer, behind the first
-    ``base_count`` nodes of ``base``, which has taken them in.
+    ``numbers``: of its own nodes, by id, where whoever adds them keeps that. ``first``: the number of the first of its own
+    ``nodes``: behind the path of ``tip``, or, for a layer, behind the first ``base_count`` nodes of ``base``, which has taken them
+    in.
     """
 
     __slots__ = (
@@ -175,14 +176,16 @@ class PrefixIndex:
         "_ends",
         "_first_branches",
         "_first_line",
+        "_lines",
         "_next_line",
+        "_numbers",
         "_path",
-        "_places",
         "first",
         "nodes",
     )
 
-    def __init__(self, tip: Node, base: PrefixIndex | None = None, base_count: int = 0) -> None:
+    def __init__(self, tip: Node, numbers: Mapping[bytes, int], base: PrefixIndex | None = None, base_count: int = 0) -> None:
+        self._numbers = numbers
         self.nodes: list[Node] = []
         if base is None:
             self.first = tip.depth + 1
@@ -200,7 +203,7 @@ class PrefixIndex:
         # By line, (path index, number) of the first node that ends there, as ``index * 2**32 + number``, in two sorted arrays:
         # those that came in order, and some of those that came in between. One that a reader may have in hand grows at its end.
         self._ends: dict[int, _Ends] = {}
-        self._places: dict[bytes, _Line] = {}  # the line that each node ends on
+        self._lines: list[_Line] = []  # that each node ends on; one of them may not be in ``nodes`` yet
         self._blocks: dict[bytes, _Line] = {}  # by digest, the line that the block ends on
 
     @property
@@ -229,21 +232,21 @@ class PrefixIndex:
                     self._first_branches.setdefault(_place(left, known), number)
                     self._branches[_key(left, known, history)] = line
             self._add_end(line, stop, number)
-        self._places[node.id] = line
+        self._lines[number - self.first :] = (line,)
         self.nodes.append(node)
 
     def _place_of(self, node: Node) -> _Line:
         """The line that a node, of its own or below, ends on."""
-        line = self._places.get(node.id)
-        for trie, _ in reversed(self._below):
-            if line is not None:
-                break
-            line = trie._place(node)
-        return self._path if line is None else line
+        own = self._numbers.get(node.id, -1) - self.first
+        if own >= 0:
+            return self._lines[own]
+        below = (trie._place(node) for trie, _ in reversed(self._below))
+        return next((line for line in below if line is not None), self._path)
 
     def _place(self, node: Node) -> _Line | None:
         """The line that a node of its own ends on."""
-        return self._places.get(node.id)
+        at = self._numbers.get(node.id, -1) - self.first
+        return self._lines[at] if 0 <= at < len(self.nodes) else None
 
     def complete(self, line: _Line, at: int, history: History) -> None:
         """Take in all that goes on as ``history`` does from a place on. Here that is so from the start: see StoredPrefixes."""
@@ -291,9 +294,9 @@ class PrefixIndex:
 
     def held_bytes(self) -> int:
         """What it takes beside the nodes, about: its tables, and for each line and each end what they hold of it."""
-        tables = (self.nodes, self._branches, self._first_branches, self._ends, self._places, self._blocks)
+        tables = (self.nodes, self._branches, self._first_branches, self._ends, self._lines, self._blocks)
         lines = self._next_line - self._first_line + 1
-        return sum(map(getsizeof, tables)) + lines * _LINE_BYTES + len(self._places) * _END_BYTES + len(self._blocks) * _BLOCK_BYTES
+        return sum(map(getsizeof, tables)) + lines * _LINE_BYTES + len(self.nodes) * _END_BYTES + len(self._blocks) * _BLOCK_BYTES
 
     def search(self, history: History, count: int) -> tuple[PrefixMatch, Node | None]:
         """How far ``history``, from the root on, is known among the first ``count`` nodes.

@@ -137,7 +137,7 @@ class StoredPrefixes(PrefixIndex):
     __slots__ = ("_answers", "_children", "_completed", "_count", "_lock", "_stored", "_taken", "_thread", "_waiting")
 
     def __init__(self, nodes: StoredNodes, count: int) -> None:
-        super().__init__(nodes.tip or nodes.root)
+        super().__init__(nodes.tip or nodes.root, {})
         self._stored = nodes
         self._count = count
         self._lock = new_lock()

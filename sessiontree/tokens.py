@@ -192,7 +192,7 @@ class Extent:
         needed = used + len(data)
         pen = self._pen
         if pen is None or needed > len(pen):
-            larger, pen = writable_bytes(needed + _room_behind(needed))
+            larger, pen = writable_bytes(max(64, needed + _room_behind(needed)))
             pen[:used] = memoryview(self.buffer)[:used]
             self._pen = None  # an interrupt in between must not leave the pen of another buffer
             self.buffer = larger
@@ -247,7 +247,7 @@ class Extent:
 
 def _room_behind(used: int) -> int:
     """How many bytes to leave for what comes behind so many: a quarter of few, a sixteenth of many."""
-    return max(64, used // 4 if used < _LARGE else max(_LARGE // 4, used // 16))
+    return used // 4 if used < _LARGE else max(_LARGE // 4, used // 16)
 
 
 class _Fork(weakref.ref[Extent]):

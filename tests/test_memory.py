@@ -212,6 +212,30 @@ def test_how_most_generations_end_is_counted_for_none_of_them() -> None:
     assert memory.node_bytes(other) - memory.node_bytes(usual) >= sys.getsizeof(other._details)
 
 
+def test_what_long_turns_take_beside_their_values() -> None:
+    """With all that finds them, and finds histories again; of the room behind their tokens, a sixteenth."""
+    values = np.ones(2000, np.float32)
+
+    def rollout(turns: int) -> Session:
+        session = SessionStore.in_memory().create("rollout", scheme="text@hf5")
+        whole = ids(turns * 2000)
+        for stop in range(2000, len(whole) + 1, 2000):
+            session.record(whole[: stop - 1999], whole[stop - 1999 : stop], annotations={"logprobs": values[1:]})
+        return session
+
+    rollout(1)
+    taken = []
+    for turns in (200, 400):
+        with traced() as grown:
+            session = rollout(turns)
+            extent = session.tree.leaves()[0]._extent
+            room = len(extent.buffer) - turns * 8000
+            assert room <= turns * 8000 // 16
+            taken.append(grown() - room - turns * 16_000)
+            del session, extent
+    assert taken[1] - taken[0] < 200 * 1700
+
+
 @pytest.mark.parametrize("seen", [False, True])
 def test_what_a_node_takes_is_what_its_parts_take(seen: bool) -> None:
     """Each number once, whatever else is the same one; a state only where positions are not just indexes."""

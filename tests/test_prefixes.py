@@ -1490,8 +1490,8 @@ def test_only_what_lies_behind_many_forks_has_blocks(patience: int) -> None:
         session = new_session()
         at: Node = session.append(session.root, [3] * 9)
         tree: SessionTree = session.tree
-        target: Target
-        for target in (tree, tree.append(session.root, [4])[0]):
+        for under in (tree, tree.append(session.root, [4])[0]):
+            target: Target = under
             node = at
             for forks in range(1, 6):
                 target, _ = put(target, node, text(8, forks))

@@ -21,7 +21,7 @@ from sessiontree.details import NO_DETAILS, USUAL_DETAILS, Details
 from sessiontree.digest import ID_BYTES
 from sessiontree.frozen import EMPTY_METADATA
 from sessiontree.locks import new_lock
-from sessiontree.node import Lineage, Node, Up
+from sessiontree.node import Lineage, Node
 from sessiontree.positions import PositionScheme, PositionState
 from sessiontree.tokens import TOKEN_BYTES, Extent, PathCache
 
@@ -34,7 +34,7 @@ INT_BYTES: Final = getsizeof(2**20)
 _OWN_REFERENCES: Final = 4  # of a string that one map holds: its own, and those of whoever counts them
 _BYTES: Final = getsizeof(b"")
 #: Of every node: itself, its ways up and its id.
-_FIXED_BYTES: Final = sum(map(getsizeof, (object.__new__(Node), Up(None, None, None, 0, b"", None), bytes(ID_BYTES))))
+_FIXED_BYTES: Final = sum(map(getsizeof, (object.__new__(Node), (None, None, None, 0, b"", None), bytes(ID_BYTES))))
 _STATE_BYTES: Final = getsizeof(PositionState(0, 0, 0))
 # Measured: what writes to an extent; of a persistent map, one more version that differs by an entry.
 _PEN_BYTES: Final = 544

@@ -78,19 +78,11 @@ class Lineage(NamedTuple):
 PATH_BLOCK: Final = 32
 
 
-class Up(NamedTuple):
-    """The ways up from a node of ``depth`` and ``id``. Walks go from tuple to tuple, and meet nodes only at their end.
-
-    ``jump``: skew-binary, the ways up from an ancestor further up, so that ancestors are found in O(log depth). ``block``: the
-    ``PATH_BLOCK`` nodes above, in path order, of a node whose depth is a multiple of that. A root has none of these.
-    """
-
-    parent: Node | None
-    above: Up | None  # the parent's
-    jump: Up | None
-    depth: int
-    id: bytes
-    block: tuple[Node, ...] | None
+#: (parent, above, jump, depth, id, block): the ways up from a node of ``depth`` and ``id``. Walks go from tuple to tuple, and meet
+#: nodes only at their end. ``above``: those of the parent. ``jump``: skew-binary, those of an ancestor further up, so that ancestors
+#: are found in O(log depth). ``block``: the ``PATH_BLOCK`` nodes above, in path order, of a node whose depth is a multiple of that.
+#: A root has none of these. No class of its own: each node makes one.
+Up = tuple["Node | None", "Up | None", "Up | None", int, bytes, "tuple[Node, ...] | None"]
 
 
 class Node(Sealed):
@@ -151,10 +143,10 @@ class Node(Sealed):
     def state(self) -> PositionState:
         """The position state after its last token, as decoded."""
         state: PositionState | None = _get_state(self)
-        if state is None:
-            stop = self.stop
-            return _plain_state((stop, stop, stop - 1, (), ()))
-        return state
+        if state is not None:
+            return state
+        stop = _get_stop(self)
+        return _plain_state((stop, stop, stop - 1, (), ()))
 
     @property
     def depth(self) -> int:
@@ -233,7 +225,7 @@ class Node(Sealed):
         blocks: list[Sequence[Node]] = [run]
         while block is not None:
             blocks.append(block)
-            block = block[0]._up.block
+            block = block[0]._up[5]
         blocks.reverse()
         return tuple(itertools.chain.from_iterable(blocks))
 
@@ -322,7 +314,7 @@ class Node(Sealed):
         return f"<Node {self.id[:4].hex()} depth={self.depth} tokens=[{self.start}, {self.stop}) {what}{media}>"
 
 
-_get_state = Node.__dict__["_state"].__get__
+_get_state, _get_stop = (Node.__dict__[name].__get__ for name in ("_state", "stop"))
 _plain_state = partial(tuple.__new__, PositionState)
 _SET = seal(Node)
 _new = object.__new__
@@ -365,7 +357,7 @@ def make_root(lineage: Lineage, extent: Extent) -> Node:
         "_details": NO_DETAILS,
         "_lineage": lineage,
         "_extent": extent,
-        "_up": Up(None, None, None, 0, identity, None),
+        "_up": (None, None, None, 0, identity, None),
         "_media_above": None,
     }
     for name, value in fields.items():
@@ -413,19 +405,19 @@ def make_child(
     _set_role(node, role)
     _set_key(node, key)
     _set_runs(node, runs)
-    plain = state[1] is stop and state[2] == stop - 1 and not (state[3] or state[4])  # one object: no float that is equal
+    _, after, top, blocks, carried = state
+    plain = after is stop and top == stop - 1 and not blocks and not carried  # one object: no float that is equal
     _set_state(node, None if plain else state)
     _set_replayed(node, replayed)
     _set_details(node, details)
     _set_lineage(node, parent._lineage)
     _set_extent(node, extent)
-    _set_up(node, _up((parent, above, jump, depth, identity, None if depth % PATH_BLOCK else _block_above(parent))))
+    _set_up(node, (parent, above, jump, depth, identity, None if depth % PATH_BLOCK else _block_above(parent)))
     _set_media_above(node, parent if parent.media else parent._media_above)
     return node
 
 
-_up = partial(tuple.__new__, Up)  # as Up(...), without a Python call
-_piece = partial(tuple.__new__, Piece)
+_piece = partial(tuple.__new__, Piece)  # as Piece(...), without a Python call
 
 
 def _block_above(node: Node) -> tuple[Node, ...]:

@@ -33,7 +33,7 @@ INT32: Final = np.dtype("<i4")
 TOKEN_BYTES: Final = 4
 MAX_TOKEN_ID: Final = 2**31 - 1
 _MANY: Final = 16_384  # bytes, from which on NumPy is faster than bytes are
-_LARGE: Final = 2**18  # bytes of an extent
+_ROOM: Final = 2**19  # bytes
 
 _NO_TOKENS: Final[NDArray[np.int32]] = np.frombuffer(bytes(TOKEN_BYTES), INT32)[:0]
 
@@ -246,8 +246,8 @@ class Extent:
 
 
 def _room_behind(used: int) -> int:
-    """How many bytes to leave for what comes behind so many: a quarter of few, a sixteenth of many."""
-    return used // 4 if used < _LARGE else max(_LARGE // 4, used // 16)
+    """How many bytes to leave for what comes behind so many: a quarter up to ``_ROOM``, a sixteenth where that is more."""
+    return max(min(used // 4, _ROOM), used // 16)
 
 
 class _Fork(weakref.ref[Extent]):

@@ -249,7 +249,7 @@ def test_what_a_node_takes_is_what_its_parts_take(seen: bool) -> None:
         assert isinstance(node.runs, int) and node.parent is not None
         assert (node._state is not None) == seen and node.state[0] == node.stop
         kept = () if node._state is None else (node._state,)
-        others = [part for part in (node.key, node._up.block) if part is not None]
+        others = [part for part in (node.key, node._up[5]) if part is not None]
         own = (node.stop, node.depth, node.runs, *(number for state in kept for number in state[1:3]))
         numbers = {id(number): number for number in own if number > 256 and number is not node.parent.state[1]}
         parts = [node, node._up, node.id, *kept, *others, *numbers.values()]

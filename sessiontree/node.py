@@ -79,8 +79,8 @@ PATH_BLOCK: Final = 32
 
 
 #: (parent, above, jump, depth, id, block): the ways up from a node of ``depth`` and ``id``. Walks go from tuple to tuple, and meet
-#: nodes only at their end. ``above``: those of the parent. ``jump``: skew-binary, those of an ancestor further up, so that ancestors
-#: are found in O(log depth). ``block``: the ``PATH_BLOCK`` nodes above, in path order, of a node whose depth is a multiple of that.
+#: nodes only at their end. ``above``: those of the parent. ``jump``: skew-binary, those of an ancestor further up: ancestors are
+#: found in O(log depth). ``block``: the ``PATH_BLOCK`` nodes above, in path order, of a node whose depth is a multiple of that.
 #: A root has none of these. No class of its own: each node makes one.
 Up = tuple["Node | None", "Up | None", "Up | None", int, bytes, "tuple[Node, ...] | None"]
 

@@ -784,6 +784,7 @@ def test_every_value_sees_what_was_said_by_then() -> None:
     for value, known in zip(values, said, strict=True):
         for node in nodes:
             assert value.annotations(node) == known[node.id]
+            assert value._read_said([node], "a")[0].keys() <= {"a"}
             assert [value.annotation(node, name) for name in names] == [known[node.id].get(name) for name in names]
 
 

@@ -120,6 +120,18 @@ def test_a_subagent_in_the_same_file_is_another_first_turn() -> None:
     assert conversation.heads == {"main": "a"}
 
 
+def test_titles(tmp_path: Path) -> None:
+    asked = user("a", None, "x")
+    summaries = [{"type": "summary", "summary": text, "leafUuid": leaf} for text, leaf in (("its", "a"), ("another file's", "z"))]
+    said = {"type": "ai-title", "aiTitle": "the model's"}
+    given = {"type": "custom-title", "customTitle": "yours"}
+    titles = []
+    for lines in ([summaries[1]], summaries, [*summaries, said], [given, *summaries, said]):
+        conversation, _ = conversation_of(put_lines(tmp_path / "one.jsonl", [*lines, asked]), NAME)
+        titles.append(conversation.title)
+    assert titles == [None, "its", "the model's", "yours"]
+
+
 # Random transcripts
 
 sources = st.fixed_dictionaries({"type": st.just("base64"), "media_type": st.just("image/png"), "data": transcripts.pictures})

@@ -108,6 +108,16 @@ def test_a_session_of_version_1_that_became_a_tree_is_one_of_version_3(tmp_path:
     assert entries[3]["message"]["role"] == "custom"
 
 
+def test_a_session_of_version_1_with_heads_of_yours_is_one_of_version_3(tmp_path: Path) -> None:
+    with SessionStore.in_memory() as store:
+        import_file(store, FOLDER / "v1.jsonl", "pi")
+        session = store.get("old-1")
+        session.set_head("best", session.head("main").node, expected=None)
+        export_file(store, tmp_path / "out.jsonl", "pi")
+    conversation, turns = conversation_of(tmp_path / "out.jsonl", "pi")
+    assert conversation.heads == {"best": turns[9].id}
+
+
 def test_what_entries_say() -> None:
     losses = Losses("")
     conversation, turns = conversation_of(FOLDER / "1.6.0" / "everything.jsonl", "pi", losses)

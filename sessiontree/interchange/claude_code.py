@@ -11,7 +11,7 @@ turns. A compaction starts anew too: its boundary is a first turn, derived from 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 from uuid import NAMESPACE_OID, UUID, uuid5
@@ -34,7 +34,7 @@ _REASONS: Final = {
     "refusal": "content_filter",
 }
 _REASON_OF: Final = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "content_filter": "refusal"}
-_TITLES: Final = {"custom-title": "customTitle", "ai-title": "aiTitle", "summary": "summary"}  # the first of these counts
+_TITLES: Final = {"custom-title": "customTitle", "ai-title": "aiTitle"}  # the first of these counts
 _NO_USAGE: Final = {"input_tokens": 0, "output_tokens": 0}
 _MISSING: Final = "missing"  # layouts of content that is no list: there is none,
 _TEXT: Final = "text"  # or it is text where lists are usual
@@ -76,21 +76,24 @@ class _Remarks:
     def __init__(self) -> None:
         self.main: str | None = None
         self._titles: dict[str, str] = {}
+        self._summaries: dict[str, str] = {}  # by the turn that each sums up, which may be another file's
 
-    @property
-    def title(self) -> str | None:
-        """What the session is called."""
-        return next((self._titles[kind] for kind in _TITLES if kind in self._titles), None)
+    def title(self, known: Container[str]) -> str | None:
+        """What the session is called. ``known``: the turns there are."""
+        titles = [self._titles[kind] for kind in _TITLES if kind in self._titles]
+        titles += [text for leaf, text in reversed(self._summaries.items()) if leaf in known]
+        return titles[0] if titles else None
 
-    def tell(self, line: Any, known: Iterable[str]) -> None:
-        """A line without a uuid. ``known``: the turns there are."""
-        kind = line.get("type")
-        if not isinstance(kind, str):
-            return
-        if kind in _TITLES and isinstance(title := line.get(_TITLES[kind]), str) and title:
-            self._titles[kind] = title
-        if kind == "last-prompt" and isinstance(leaf := line.get("leafUuid"), str) and leaf in known:
-            self.main = leaf
+    def tell(self, line: Any, known: Container[str]) -> None:
+        """A line without a uuid. ``known``: the turns before it."""
+        match line:
+            case {"type": "custom-title" | "ai-title" as kind} if isinstance(title := line.get(_TITLES[kind]), str) and title:
+                self._titles[kind] = title
+            case {"type": "summary", "summary": str(text), "leafUuid": str(leaf)} if text:
+                self._summaries.pop(leaf, None)
+                self._summaries[leaf] = text
+            case {"type": "last-prompt", "leafUuid": str(leaf)} if leaf in known:
+                self.main = leaf
 
     def turn(self, name: str, line: Mapping[str, Any]) -> None:
         """A line that is a turn."""
@@ -140,7 +143,7 @@ class _Transcript:
             conversation.fields["after"] = before
         if remarks.main is not None:
             conversation.heads[MAIN] = remarks.main
-        conversation.title = remarks.title
+        conversation.title = remarks.title(self._ids)
 
     def _turn(self, line: dict[str, Any], before: list[Any], place: str) -> Turn | None:
         """A turn of a line with a uuid; None where that is a fault. What the message says is taken out of the line."""
@@ -305,7 +308,7 @@ class _Lines:
             yield line
         yield from self._remarked(after)
         session = {"sessionId": self._around["sessionId"]}
-        if conversation.title and conversation.title != remarks.title:
+        if conversation.title and conversation.title != remarks.title(self._names):
             yield {"type": "custom-title", "customTitle": conversation.title, **session}
         main = self._names.get(conversation.heads.get(MAIN, ""))
         if main is not None and main != (remarks.main or last):

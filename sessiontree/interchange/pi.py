@@ -191,7 +191,7 @@ class _Entries:
             created_at=seconds(entry.get("timestamp")),
             generated=message is not None and message["role"] == "assistant",
             finish_reason=_REASONS.get(reason) if isinstance(reason, str) else None,
-            derived_from=self._sources(name, parent, entry),
+            derived_from=self._sources(parent, entry),
             fields=fields,
             place=place,
         )
@@ -245,7 +245,7 @@ class _Entries:
             fields["layout"] = apart.layout
         return message
 
-    def _sources(self, name: str, parent: str | None, entry: dict[str, Any]) -> tuple[str, ...]:
+    def _sources(self, parent: str | None, entry: dict[str, Any]) -> tuple[str, ...]:
         """What a summary is of: the last of the turns that it stands for."""
         source: Any = None
         if entry["type"] == "branch_summary":
@@ -303,10 +303,10 @@ class _Lines:
         #: Version 1 as it was, or what was version 1 and is a tree now.
         self._linear = self._migrated = False
         if header is not None and (header.get("version") or 1) < 2:
-            self._turns = list(conversation.turns)
-            before = [None, *(turn.id for turn in self._turns)]
-            own = (turn.parent == parent and "entry" in turn.fields for turn, parent in zip(self._turns, before, strict=False))
-            self._linear = all(own)
+            turns = self._turns = list(conversation.turns)
+            ids = [None, *(turn.id for turn in turns)]
+            own = all(turn.parent == parent and "entry" in turn.fields for turn, parent in zip(turns, ids, strict=False))
+            self._linear = own and all(item == (MAIN, ids[-1]) for item in conversation.heads.items())
             self._migrated = not self._linear
         self._labels = _Labels()
         self._tools: list[Any] = list(conversation.tools)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -440,6 +441,8 @@ def test_what_json_can_hold_and_few_expect(tmp_path: Path) -> None:
         ),
         entry("c", "b", "custom", data=deep, timestamp="never"),
         entry("d", "c", "label", targetId="a", label="\udfff"),
+        entry("e", "d", "message", message=said("user", [{"type": "image", "data": "QR==", "mimeType": "image/png"}])),
+        entry("f", "e", "message", message=said("system", "", sections={"a": "", "b": "x", "c": None, "d": "", "e": "y"})),
     ]
     path = put_lines(tmp_path / "one.jsonl", lines)
     _, after = through_store(path, "pi", tmp_path / "out.jsonl")
@@ -472,6 +475,25 @@ def test_children_may_stand_before_their_parents(tmp_path: Path) -> None:
         [leaf] = store.get("one").leaves()
         assert [node.key for node in leaf.path()[1:]] == ["a", "b", "c"]
         assert message_of(leaf) is None
+
+
+def test_a_label_that_is_called_main_is_not_where_pi_goes_on_from(tmp_path: Path) -> None:
+    lines = [HEADER, entry("a", None, "custom"), entry("b", "a", "custom"), entry("c", "b", "label", targetId="a", label="main")]
+    path = put_lines(tmp_path / "one.jsonl", lines)
+    assert conversation_of(path, "pi")[0].heads == {}
+    _, after = through_store(path, "pi", tmp_path / "out.jsonl")
+    assert after == lines
+
+
+def test_times_that_name_no_zone_are_utc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    times = ["2025-01-01T00:00:00", "2025-01-01T00:00:00Z", "2025-01-01T01:00:00+01:00", "soon", 5, None]
+    lines = [HEADER, *(entry(str(at), None, "custom", timestamp=said) for at, said in enumerate(times))]
+    _, turns = conversation_of(put_lines(tmp_path / "one.jsonl", lines), "pi")
+    monkeypatch.undo()
+    time.tzset()
+    assert [turn.created_at for turn in turns] == [1735689600.0] * 3 + [None] * 3
 
 
 def test_labels_are_heads_and_heads_labels(tmp_path: Path) -> None:

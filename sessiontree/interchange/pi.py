@@ -252,7 +252,7 @@ class _Entries:
             source = entry.get("fromId")
         elif entry["type"] == "compaction":
             kept = entry.get("firstKeptEntryId")
-            if self._linear and isinstance(index := entry.get("firstKeptEntryIndex"), int):
+            if isinstance(index := entry.get("firstKeptEntryIndex"), int):
                 kept = f"{index:08x}"
             source = self._parents[kept] if isinstance(kept, str) and kept in self._parents else parent
         return (source,) if isinstance(source, str) and source in self._parents else ()

@@ -2,9 +2,9 @@
 
 Expected before the first run: JSON is parsed at 100 MB/s and more, a node is made and written in 25 µs, a message has some 500
 bytes here: 15 to 20 MB/s of chat messages, three times the bar, and the same out again. Measured first: 5, since a node's metadata
-cost as much again (frozen, sorted and packed), and each conversation is a session of its own. An import of what is known reads and compares
-a digest for each line: as fast as lines are parsed. Memory is that of one conversation and of what the store keeps of sessions,
-some 700 bytes each, so it grows by 5 % of a file of such conversations.
+cost as much again (frozen, sorted and packed), and each conversation is a session of its own. An import of what is known reads and
+compares a digest for each line: as fast as lines are parsed. Memory is that of one conversation and of what the store keeps of
+sessions, some 700 bytes each, so it grows by 5 % of a file of such conversations.
 """
 
 from __future__ import annotations

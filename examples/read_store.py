@@ -87,8 +87,7 @@ def fixed(value: Any) -> Any:
     return ["array", *parts] if tag == 3 else [("list", "set", "map")[tag], parts]
 
 
-def contents(found: list[Any]) -> Any:
-    """The sessions that records come to, as JSON has them."""
+def contents(found: list[Any]) -> Any:  # the sessions that records come to, as JSON has them
     first, last, drops, said = dict[Any, Any](), dict[Any, Any](), set[Any](), dict[Any, dict[str, Any]]()
     for path, offset, record in found:
         _, kind, _, _, session, _, ordinal, _, parent, _, _, own, _, key = RECORD.unpack_from(record)
@@ -120,13 +119,14 @@ def contents(found: list[Any]) -> Any:
             ids[place] = sha256(b"sessiontree root\0" + pack([1, *body[1:5]])).digest() if body[7] is None else ids[way[-1]]
             stops[place], right = 0, ids[place] == body[6]
         else:
-            key, origin, role, tokens, runs, state, _, media, _ = body
+            key, origin, role, tokens, runs, state, replayed, media, _ = body
             items = [(*item[:9], *(pack(fixed(extra)) for extra in item[9:])) for item in media]
             laid = [(0, len(tokens) // 4)] if isinstance(runs, int) else unpack(runs)
             head = pack((("input", "generated")[origin], role, key, items, (runs, state) if laid and laid[0][0] == 7 else None))
             ids[place] = sha256(ids[up] + b"sessiontree node\0" + head + tokens).digest()
             above[place], stops[place] = up, stops[up] + len(tokens) // 4
-            right = (own, state[0], sum(run[1] for run in laid)) == (ids[place], stops[place], len(tokens) // 4)
+            counts = state[0], (replayed or [state])[-1][0], stops[up] + sum(run[1] for run in laid)
+            right = (own, {*counts}) == (ids[place], {stops[place]})
             drops |= {place} if up in drops and up[0] == session else set()
         if not right:
             sys.exit(f"{where}: {ids[place].hex()} is the id of what stands here")

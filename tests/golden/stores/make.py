@@ -178,6 +178,10 @@ def compacted(path: Path) -> None:
         gone.append(gone.root, [10])
         store.fork(gone, tip, "of the gone").append(tip, [11])
         store.drop("gone")
+        middle = store.fork(chat, kept, "middle")
+        middle.annotate(kept, {"said": "by the middle"})
+        store.fork(middle, kept, "past the middle").append(kept, [15])
+        store.drop("middle")
     with open_store(path) as store:
         store.gc()
         chat = store.get("chat")

@@ -1,10 +1,10 @@
 """How fast files of other tools go into a store on disk and out again, and what a large one holds in memory.
 
 Expected before the first run: JSON is parsed at 100 MB/s and more, a node is made and written in 25 µs, a message has some 500
-bytes here: 15 to 20 MB/s of chat messages, three times the bar, and the same out again. Measured first: 5, since a node's metadata cost
-as much again (frozen, sorted and packed), and each conversation a session of its own. An import of what is known reads and compares
-a digest for each line: as fast as lines are parsed. Memory is that of one conversation and of what the store keeps of sessions,
-some 700 bytes each, so it grows by 5 % of a file of such conversations.
+bytes here: 15 to 20 MB/s of chat messages, three times the bar, and the same out again. Measured first: 5, since a node's metadata
+cost as much again (frozen, sorted and packed), and each conversation is a session of its own. An import of what is known reads and
+compares a digest for each line: as fast as lines are parsed. Memory is that of one conversation and of what the store keeps of
+sessions, some 700 bytes each, so it grows by 5 % of a file of such conversations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def transcript(path: Path, count: int) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def seconds(call: Any) -> float:
+def seconds(call: Callable[[], object]) -> float:
     begun = time.perf_counter()
     call()
     return time.perf_counter() - begun
@@ -111,16 +112,16 @@ def figures(folder: Path) -> Iterator[Figure]:
         same = [json.loads(line) for line in out.open()] == [json.loads(line) for line in path.open()]
         yield Figure("and they are the same", float(same), "", 1, "higher")
     for name, make, form in (
-        (f"a ChatGPT export {DEEP:,} nodes deep", lambda file: mapping(file, DEEP, True), "chatgpt"),
-        (f"a ChatGPT export of {LONG:,} nodes with branches", lambda file: mapping(file, LONG, False), "chatgpt"),
-        (f"a Claude Code transcript of {LONG:,} lines", lambda file: transcript(file, LONG), "claude-code"),
+        (f"a ChatGPT export {DEEP:,} nodes deep", partial(mapping, count=DEEP, deep=True), "chatgpt"),
+        (f"a ChatGPT export of {LONG:,} nodes with branches", partial(mapping, count=LONG, deep=False), "chatgpt"),
+        (f"a Claude Code transcript of {LONG:,} lines", partial(transcript, count=LONG), "claude-code"),
     ):
         file = folder / f"{form}-{name.split()[2]}-{len(name)}.json"
         make(file)
         with SessionStore.open(folder / f"store of {file.name}") as store:
-            taken = seconds(lambda file=file, form=form, store=store: import_file(store, file, form))
+            taken = seconds(partial(import_file, store, file, form))
             target = folder / f"out of {file.name}"
-            out_again = seconds(lambda form=form, store=store, target=target: export_file(store, target, form))
+            out_again = seconds(partial(export_file, store, target, form))
         yield Figure(
             f"{name}, imported", taken, "s", note=f"{file.stat().st_size / 1e6 / taken:.1f} MB/s; exported in {out_again:.2f} s"
         )

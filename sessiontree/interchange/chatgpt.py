@@ -65,6 +65,7 @@ def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
                     losses.fault("a conversation of an id that was there before", f"{where}{place}", made.id)
                     continue
                 seen.add(made.id)
+                made.mark = part.mark or None
                 yield made
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         losses.fault("a ZIP archive that cannot be read", file.path.name, str(error))
@@ -674,5 +675,10 @@ def _loose(value: Any) -> Any:
 
 
 FORMAT: Final = Format(
-    "chatgpt", "ChatGPT's data export: conversations.json, or the folder or ZIP archive with its pictures", ".json", read, write
+    "chatgpt",
+    "ChatGPT's data export: conversations.json, or the folder or ZIP archive with its pictures",
+    ".json",
+    read,
+    write,
+    folder=True,
 )

@@ -6,6 +6,7 @@ import json
 import re
 import zipfile
 from collections.abc import Callable, Iterator
+from hashlib import blake2b
 from math import isfinite
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +16,6 @@ from sessiontree.interchange.losses import Losses
 
 #: Bytes of one line.
 MAX_LINE_BYTES: Final = 2**30
-
 
 #: Bytes that are read of a list at a time, at least.
 _BLOCK: Final = 2**20
@@ -28,11 +28,14 @@ _MARK: Final = b"\xef\xbb\xbf"
 
 
 class SourceFile:
-    """A file to read from. ``path``: where it is, in a folder or in a ZIP archive. ``done``: bytes that were read."""
+    """A file to read from. ``path``: where it is, also in a ZIP archive. ``done``: bytes that were read. ``mark``: a digest of the
+    line or the entry of a list that came last.
+    """
 
     def __init__(self, path: Path | zipfile.Path, tell: Callable[[int], None] | None = None) -> None:
         self.path = path
         self.done = 0
+        self.mark = ""
         self._tell = tell
 
     @property
@@ -58,6 +61,7 @@ class SourceFile:
                 if line.isspace():
                     continue
                 place = f"line {number}"
+                self.mark = blake2b(line, digest_size=16).hexdigest()
                 try:
                     value = parsed(line)
                 except (ValueError, RecursionError) as error:
@@ -103,6 +107,7 @@ class SourceFile:
                     break
                 if depth == 1 and not opens:
                     entry, begun, number = data[begun:at], at, number + 1
+                    self.mark = blake2b(entry, digest_size=16).hexdigest()
                     try:
                         value = parsed(entry)
                     except (ValueError, RecursionError) as error:
@@ -190,15 +195,6 @@ def _finite(text: str) -> float:
 
 
 _DECODER: Final = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
-
-
-def as_json(value: Any) -> str:
-    """JSON that any file of UTF-8 can hold: characters as they are, or escapes where there are halves of surrogate pairs."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if text.isascii() or not _HALF.search(text) else json.dumps(value)
-
-
-_HALF: Final = re.compile("[\ud800-\udfff]")
 
 
 def expect(value: Any, kind: type | tuple[type, ...], what: str, place: str, losses: Losses) -> bool:

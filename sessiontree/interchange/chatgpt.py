@@ -23,11 +23,11 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, Final, NamedTuple
 
-from sessiontree.errors import LimitExceeded
-from sessiontree.interchange.conversations import MAIN, Conversation, Image, Message, Tree, Turn
+from sessiontree.interchange.conversations import MAIN, Conversation, Image, Message, Tree, Turn, calls_of, parts_of
 from sessiontree.interchange.formats import Format
+from sessiontree.interchange.images import from_file
 from sessiontree.interchange.losses import Losses
-from sessiontree.interchange.source import MAX_LINE_BYTES, SourceFile, expect
+from sessiontree.interchange.source import SourceFile, expect
 
 _CONVERSATIONS: Final = "conversations.json"
 _SHARD: Final = re.compile(r"conversations-\d+\.json")
@@ -352,13 +352,7 @@ class _Pictures:
         if self._files is None:
             self._files = dict(self._all())
         path = self._files.get(named[1])
-        if path is None:
-            return None
-        with path.open("rb") as file:
-            data = file.read(MAX_LINE_BYTES + 1)
-        if len(data) > MAX_LINE_BYTES:
-            raise LimitExceeded(f"{path.name}: longer than {MAX_LINE_BYTES} bytes", value=len(data), limit=MAX_LINE_BYTES)
-        return Image(data, _mime_type(data, path.name))
+        return None if path is None else from_file(path)
 
     def _all(self) -> Iterator[tuple[str, Path | zipfile.Path]]:
         """Those beside conversations.json, and those in folders of pictures that were made; of two, the shorter name comes last."""
@@ -373,25 +367,6 @@ class _Pictures:
 _FILE: Final = re.compile(r"file[-_](?:[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}|[0-9A-Za-z]+)")
 _POINTER: Final = re.compile(rf"(?:file-service|sediment)://({_FILE.pattern})")
 _MADE: Final = re.compile(r"user-|dalle-generations")
-
-
-def _mime_type(data: bytes, name: str) -> str:
-    for begin, mime_type in _BEGINNINGS:
-        if begin.match(data):
-            return mime_type
-    return mimetypes.guess_type(name)[0] or "application/octet-stream"
-
-
-#: What files of pictures begin with; those of an export may be called ".dat".
-_BEGINNINGS: Final = tuple(
-    (re.compile(begin, re.DOTALL), mime_type)
-    for begin, mime_type in (
-        (rb"\x89PNG", "image/png"),
-        (rb"\xff\xd8\xff", "image/jpeg"),
-        (rb"GIF8", "image/gif"),
-        (rb"RIFF....WEBP", "image/webp"),
-    )
-)
 
 
 # Writing
@@ -524,7 +499,7 @@ class _Writer:
             thought = {"summary": "", "content": str(thoughts), "chunks": [], "finished": True}
             content: dict[str, Any] = {"content_type": "thoughts", "thoughts": [thought], "source_analysis_msg_id": turn.id}
             made.append(_envelope(turn, author, content, end_turn=False))
-        calls = list(_calls(message))
+        calls = list(calls_of(message))
         parts = list(self._parts(turn, place))
         if parts or not (calls or made):
             kind = "text" if all(isinstance(part, str) for part in parts) else "multimodal_text"
@@ -534,13 +509,11 @@ class _Writer:
             )
         for call_id, tool, arguments in calls:
             content = {"content_type": "code", "language": "unknown", "response_format_name": None, "text": arguments}
-            made.append(
-                _envelope(
-                    turn, author, content, end_turn=False, metadata={"tool_call_id": call_id} if call_id else {}, recipient=tool
-                )
-            )
-            if call_id:
-                self._tools[call_id] = tool
+            metadata = {} if call_id is None else {"tool_call_id": call_id}
+            recipient = f"functions.{tool}" if tool in _NO_TOOL else tool
+            made.append(_envelope(turn, author, content, end_turn=False, metadata=metadata, recipient=recipient))
+            if call_id is not None:
+                self._tools[call_id] = recipient
         if len(made) > 1:
             self._losses.add("a message that is several nodes: its reasoning, its text, each tool call", place)
         for key in message.keys() - _SAID:
@@ -550,12 +523,9 @@ class _Writer:
 
     def _parts(self, turn: Turn, place: str) -> Iterator[Any]:
         message = turn.message or {}
-        content = message.get("content")
-        for part in [content] if isinstance(content, str) else content or ():
-            kind = part.get("type") if isinstance(part, Mapping) else "text"
-            if isinstance(part, str):
-                yield part
-            elif kind == "image" and isinstance(part.get("image"), int):
+        for part in parts_of(message):
+            kind = part.get("type")
+            if kind == "image" and isinstance(part.get("image"), int):
                 yield self._pointer(turn.images[part["image"]])
             elif isinstance(part.get("text"), str):
                 yield part["text"]
@@ -634,20 +604,6 @@ def _envelope(
         "recipient": recipient,
         "channel": None,
     }
-
-
-def _calls(message: Message) -> Iterator[tuple[str | None, str, str]]:
-    """(id, name, arguments) of each tool call, also of the one that older messages of OpenAI have."""
-    calls = [each for each in message.get("tool_calls") or () if isinstance(each, Mapping)]
-    if isinstance(message.get("function_call"), Mapping):
-        calls.append({"function": message["function_call"]})
-    for call in calls:
-        function = call.get("function") or call.get("custom") or {}
-        name, arguments = function.get("name"), function.get("arguments", function.get("input"))
-        name = name if isinstance(name, str) and name not in _NO_TOOL else f"functions.{name}"
-        call_id = call.get("id")
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        yield call_id if isinstance(call_id, str) else None, name, text
 
 
 def _texts(message: Message, fields: Mapping[str, Any]) -> Iterator[str]:

@@ -25,15 +25,11 @@ def append_messages(
     """A turn for each message, one behind the other under ``parent``; the last of them.
 
     ``messages``: OpenAI's chat messages; pictures as data URLs are kept once in ``store``, the session's. ``template``: as for
-    :func:`import_file`; ``tools``: what it shows to the model. The same messages under the same node are the same turns. Raises InterchangeError for what is no
-    message, UnknownNode, and what appending raises; turns before the one that is refused are there then.
+    :func:`import_file`; ``tools``: what it shows to the model. The same messages under the same node are the same turns. Raises
+    InterchangeError for what is no message, UnknownNode, and what appending raises; turns before the one that is refused are there then.
     """
     losses = Losses(session.id)
     turns = turns_of(list(messages), "messages", losses)
-    importer = Importer(store, FORMAT, template)
-    return importer.append(
-        session,
-        parent if isinstance(parent, Node) else session.node(parent),
-        Conversation(id=session.id, turns=turns, tools=tuple(tools)),
-        losses,
-    )
+    at = parent if isinstance(parent, Node) else session.node(parent)
+    conversation = Conversation(id=session.id, turns=turns, tools=tuple(tools))
+    return Importer(store, FORMAT, template).append(session, at, conversation, losses)

@@ -34,7 +34,7 @@ _SHARD: Final = re.compile(r"conversations-\d+\.json")
 _MANIFEST: Final = "export_manifest.json"
 
 #: Content that is shown to the user, or kept by ChatGPT for itself, and that no model said or was told as a message.
-_NOTES: Final = frozenset({"reasoning_recap", "model_editable_context"})
+_NOTES: Final = ("reasoning_recap", "model_editable_context")
 
 #: Where content has text, beside its parts: code, execution_output, tether_quote, system_error, tether_browsing_display, and so on.
 _TEXTS: Final = ("text", "result", "user_profile", "user_instructions", "output_str")
@@ -125,7 +125,7 @@ def _conversation(value: Any, stem: str, place: str, pictures: _Pictures, losses
     return Conversation(
         id=name,
         turns=_turns(nodes, _ordered(nodes, place, losses), place, pictures, losses),
-        title=value.pop("title") if isinstance(value.get("title"), str) else None,
+        title=value.pop("title") if value.get("title") and isinstance(value["title"], str) else None,
         created_at=_seconds(value.get("create_time")),
         heads=heads,
         fields={"conversation": value},
@@ -197,7 +197,8 @@ def _turns(nodes: Mapping[str, Any], order: list[str], place: str, pictures: _Pi
         message: Message | None = None
         images: tuple[Image, ...] = ()
         call = calls.get(parent)
-        if raw is not None and raw["content"].get("content_type") not in _NOTES:
+        note = None if raw is None else raw["content"].get("content_type")
+        if raw is not None and note not in _NOTES:
             said, images = _normal(raw, fields, pictures, where, losses)
             message, call = said, _paired(said, raw, node_id, call, fields, where, losses)
         calls[node_id] = call
@@ -205,7 +206,7 @@ def _turns(nodes: Mapping[str, Any], order: list[str], place: str, pictures: _Pi
             id=node_id,
             parent=parent,
             message=message,
-            role="note" if raw is None else raw["content"].get("content_type") or "note",
+            role=note if isinstance(note, str) else "note",
             images=images,
             created_at=None if raw is None else _seconds(raw.get("create_time")),
             fields=fields,

@@ -57,11 +57,12 @@ def turns_of(messages: list[Any], line: str, losses: Losses) -> Iterator[Turn]:
 
 def _paired(turns: Iterator[Turn], losses: Losses) -> Iterator[Turn]:
     """The turns; tool results that no call before them asked for are told of."""
-    called: set[Any] = set()
+    called: set[str | None] = set()
     for turn in turns:
         message = turn.message or {}
         called.update(call_id for call_id, _, _ in calls_of(message))
-        if message["role"] == "tool" and message.get("tool_call_id") not in called:
+        answers = message.get("tool_call_id")
+        if message["role"] == "tool" and not (isinstance(answers, str) and answers in called):
             losses.add("a tool result without its call", turn.place)
         yield turn
 

@@ -81,7 +81,7 @@ def with_images(content: Any, place: str, losses: Losses) -> tuple[Any, tuple[Im
             losses.fault("a picture that is a number", where, f"{part['image']}")
             continue
         url = _url(part)
-        if url is not None and url.startswith("data:"):
+        if url is not None and url.startswith("data:") and "image" not in part:
             image = from_data_url(url, where, losses)
             if image is not None and as_data_url(image) == url:
                 rest = {name: value for name, value in part["image_url"].items() if name != "url"}

@@ -183,7 +183,7 @@ class _Row:
             message["content"], images = with_images(text, place, losses)
         elif text is not None:
             entry[key] = ""
-            if speaker == _CALL:
+            if speaker == _CALL and "tool_calls" not in message:
                 self._call(message, text, name, fields, place)
             elif _IMAGE in text:
                 message["content"], images = _with_pictures(text, pictures)
@@ -331,14 +331,15 @@ def _call_text(calls: Iterable[Mapping[str, Any]], style: int, many: bool, as_te
 
 def write(conversations: Iterable[Conversation], path: Path, losses: Losses) -> None:
     """A list of rows, one for each branch; a line for each where the name of the file says ``.jsonl``."""
-    begin, between, end = ("", "\n", "\n") if ".jsonl" in path.suffixes else ("[", ",\n", "]\n")
+    lines = ".jsonl" in path.suffixes
     with path.open("w", encoding="utf-8") as file:
-        before = begin
+        before = "" if lines else "["
         for conversation in conversations:
             for row in _rows(conversation, losses):
-                file.write(before + to_json(row))
-                before = between
-        file.write(end if before == between else begin + end)
+                file.write(before + to_json(row) + ("\n" if lines else ""))
+                before = "" if lines else ",\n"
+        if not lines:
+            file.write("[]\n" if before == "[" else "]\n")
 
 
 def _rows(conversation: Conversation, losses: Losses) -> Iterator[dict[str, Any]]:

@@ -467,7 +467,7 @@ def test_what_a_row_cannot_hold_is_named(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("speakers", ["hg", "shg", "hfog", "hghg", "", "s", "h", "gh", "hhg", "hgs", "hfoog", "shghf"])
+@pytest.mark.parametrize("speakers", ["hg", "shg", "hfog", "hghg", "", "s", "hs", "h", "gh", "hhg", "hgs", "hfoog", "shghf"])
 def test_whether_sides_take_turns_is_said_as_llama_factory_has_it(tmp_path: Path, speakers: str) -> None:
     roles = {"s": "system", "h": "user", "g": "assistant", "f": "assistant", "o": "tool"}
     call = {"id": "k", "type": "function", "function": {"name": "f", "arguments": "{}"}}

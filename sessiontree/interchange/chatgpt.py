@@ -58,7 +58,7 @@ def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
             pictures = _Pictures(folder)
             where = "" if path == file.path else path.name
             for place, value in _values(part, losses):
-                made = _conversation(value, part.stem, f"{where}{place}", pictures, losses)
+                made = _conversation(value, f"{part.stem}{place}", f"{where}{place}", pictures, losses)
                 if made is None:
                     continue
                 if made.id in seen:
@@ -67,8 +67,12 @@ def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
                 seen.add(made.id)
                 made.mark = part.mark or None
                 yield made
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+    except _NO_ARCHIVE as error:
         losses.fault("a ZIP archive that cannot be read", file.path.name, str(error))
+
+
+#: What reading an archive raises that is damaged or encrypted.
+_NO_ARCHIVE: Final = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)
 
 
 def _files(path: Path | zipfile.Path, losses: Losses) -> list[tuple[Path | zipfile.Path, Path | zipfile.Path]]:
@@ -107,11 +111,11 @@ def _values(file: SourceFile, losses: Losses) -> Iterator[tuple[str, Any]]:
     return file.items(losses)
 
 
-def _conversation(value: Any, stem: str, place: str, pictures: _Pictures, losses: Losses) -> Conversation | None:
+def _conversation(value: Any, other_name: str, place: str, pictures: _Pictures, losses: Losses) -> Conversation | None:
     if not expect(value, dict, "a conversation", place, losses):
         return None
     mapping = value.pop("mapping", None)
-    name = value.get("conversation_id", value.get("id", f"{stem}{place}"))
+    name = value.get("conversation_id", value.get("id", other_name))
     if not (expect(mapping, dict, "its mapping", place, losses) and expect(name, str, "its id", place, losses)):
         return None
     nodes = {node_id: node for node_id, node in mapping.items() if _is_node(node, f"{place}.mapping.{node_id}", losses)}
@@ -236,7 +240,7 @@ def _normal(
     for holder, key in _pieces(content):
         if isinstance(holder[key], str):
             parts.append({"type": "text", "text": _taken(holder, key)})
-        elif (image := pictures.find(holder[key]["asset_pointer"])) is None:
+        elif (image := pictures.find(holder[key]["asset_pointer"], place, losses)) is None:
             losses.add("pictures whose files are not there", place)
             parts.append({"type": "image_url", "image_url": {"url": holder[key]["asset_pointer"]}})
         else:
@@ -345,7 +349,7 @@ class _Pictures:
         self._folder = folder
         self._files: dict[str, Path | zipfile.Path] | None = None
 
-    def find(self, pointer: str) -> Image | None:
+    def find(self, pointer: str, place: str, losses: Losses) -> Image | None:
         """The picture of an asset pointer, such as "file-service://file-ab12" or "sediment://file_ab12"."""
         named = _POINTER.match(pointer)
         if named is None:
@@ -353,7 +357,11 @@ class _Pictures:
         if self._files is None:
             self._files = dict(self._all())
         path = self._files.get(named[1])
-        return None if path is None else from_file(path)
+        try:
+            return None if path is None else from_file(path)
+        except _NO_ARCHIVE as error:
+            losses.fault("a picture that cannot be read", place, str(error))
+            return None
 
     def _all(self) -> Iterator[tuple[str, Path | zipfile.Path]]:
         """Those beside conversations.json, and those in folders of pictures that were made; of two, the shorter name comes last."""

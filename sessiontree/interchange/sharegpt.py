@@ -345,7 +345,8 @@ def write(conversations: Iterable[Conversation], path: Path, losses: Losses) -> 
 def _rows(conversation: Conversation, losses: Losses) -> Iterator[dict[str, Any]]:
     count = 0
     waiting: dict[Any, dict[str, Branch]] = {}
-    for branch in list(Tree(conversation).branches()) or [()]:
+    tree = Tree(conversation)
+    for branch in tree.branches() if tree.turns else [()]:
         preferred = branch[-1].fields.get("as") if branch else None
         if preferred in _PREFERENCE:
             pair = waiting.setdefault(branch[-1].parent, {})

@@ -44,8 +44,13 @@ class SourceFile:
         return self.path.name.partition(".")[0] or self.path.name
 
     def part(self, path: Path | zipfile.Path) -> SourceFile:
-        """Another file that belongs to this one, such as one in it."""
-        return SourceFile(path, self._tell)
+        """Another file that belongs to this one, such as one in it; what is read of it counts here."""
+        before = self.done
+
+        def tell(done: int) -> None:
+            self._went_on(before + done - self.done)
+
+        return SourceFile(path, tell)
 
     def lines(self, losses: Losses) -> Iterator[tuple[str, Any]]:
         """(place, value) of each line of JSON, the place being "line 7", counted from 1; empty lines are passed over.

@@ -126,9 +126,9 @@ class _Told:
 
 
 def _files(path: Path, form: Format) -> list[Path]:
-    if not path.is_dir():
-        if not path.exists():
-            raise InterchangeError(f"there is no file {path}", path=str(path), place="")
+    if not path.exists():
+        raise InterchangeError(f"there is no file {path}", path=str(path), place="")
+    if form.folder or not path.is_dir():
         return [path]
     found = sorted(each for each in path.rglob(f"*{form.suffix}") if each.is_file())
     if not found:

@@ -48,21 +48,21 @@ USUAL_DETAILS: Final = {reason: Details(EMPTY_METADATA, reason, "keep") for reas
 
 
 class ToolCalls(NamedTuple):
-    """What metadata say of tool calls: ids made, the id answered, and whether either is said in another form."""
+    """What metadata say of tool calls: ids made, ids answered, and whether either is said in another form."""
 
     made: tuple[str, ...]
-    answered: str | None
+    answered: tuple[str, ...]
     malformed: bool
 
 
-_NONE: Final = ToolCalls((), None, False)
+_NONE: Final = ToolCalls((), (), False)
 
 
 def tool_calls(metadata: PMap[str, Any]) -> ToolCalls:
     """The tool calls that frozen metadata name."""
     if not metadata:
         return _NONE
-    calls, answer = metadata.get("tool_calls"), metadata.get("tool_call_id")
+    calls, answers = metadata.get("tool_calls"), metadata.get("tool_call_id")
     if calls is None or (not isinstance(calls, np.ndarray) and not calls):
         calls = ()
     made, malformed = [], not isinstance(calls, tuple)
@@ -72,8 +72,9 @@ def tool_calls(metadata: PMap[str, Any]) -> ToolCalls:
             made.append(name)
         else:
             malformed = True
-    answered = answer if isinstance(answer, str) else None
-    return ToolCalls(tuple(dict.fromkeys(made)), answered, malformed or answered is not answer)
+    answers = () if answers is None else answers if isinstance(answers, tuple) else (answers,)
+    answered = [answer for answer in answers if isinstance(answer, str)]
+    return ToolCalls(tuple(dict.fromkeys(made)), tuple(answered), malformed or len(answered) < len(answers))
 
 
 def with_open_calls(before: Details, details: Details, depth: int) -> Details:
@@ -81,8 +82,8 @@ def with_open_calls(before: Details, details: Details, depth: int) -> Details:
     calls = before.open_calls
     if details.metadata is not EMPTY_METADATA:
         made, answered, _ = tool_calls(details.metadata)
-        if answered is not None:
-            calls = calls.discard(answered)
+        for call in answered:
+            calls = calls.discard(call)
         for call in made:
             if call not in calls:
                 calls = calls.set(call, depth)

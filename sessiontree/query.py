@@ -141,7 +141,7 @@ class Problem(NamedTuple):
 def validate(node: Node, children: Children, *, allow_extend_truncated: bool = False) -> tuple[Problem, ...]:
     """What is wrong with the path of ``node``, in path order: see :class:`Problem`. O(depth).
 
-    Tool calls are what metadata say: ``tool_calls``, the ids made, and ``tool_call_id``, the id answered.
+    Tool calls are what metadata say: ``tool_calls``, the ids made, and ``tool_call_id``, the id answered, or a list of such.
     """
     path = node.path()
     ever_made: set[str] = set()
@@ -150,8 +150,9 @@ def validate(node: Node, children: Children, *, allow_extend_truncated: bool = F
         made, answered, malformed = tool_calls(turn._details.metadata)
         if malformed:
             problems.append(Problem("malformed", turn))
-        if answered is not None and answered not in before._details.open_calls:
-            problems.append(Problem("repeated_result" if answered in ever_made else "unrequested_result", turn, answered))
+        for call in answered:
+            if call not in before._details.open_calls:
+                problems.append(Problem("repeated_result" if call in ever_made else "unrequested_result", turn, call))
         ever_made.update(made)
         cut_off = turn.finish_reason is not None and turn.finish_reason.strip().casefold() in TRUNCATED
         if cut_off and not allow_extend_truncated and turn is not path[-1]:
@@ -192,8 +193,11 @@ def _results_beside(node: Node, last: int, children: Children) -> dict[str, list
     while waiting:
         turn = waiting.popleft()
         for _, child in children(turn):
+            if child.id in on_path:
+                continue
             answered = tool_calls(child._details.metadata).answered
-            if answered in calls and answered in turn._details.open_calls and child.id not in on_path:
-                found.setdefault(str(answered), []).append(child)
+            if here := [call for call in answered if call in calls and call in turn._details.open_calls]:
+                for call in here:
+                    found.setdefault(call, []).append(child)
                 waiting.append(child)
     return found

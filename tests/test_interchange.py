@@ -188,16 +188,46 @@ def test_a_second_import_changes_nothing_and_a_grown_file_adds_what_is_new(tmp_p
         assert message_of(store.get("a-3").heads["main"]) == {"role": "user", "content": "more"}
 
 
-def test_a_head_that_somebody_moved_stays(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", rows := conversations(1))
+def test_heads_follow_the_file_unless_somebody_moved_them(file: Path) -> None:
+    """Also to another branch, and away: where an import left them is remembered. Elsewhere they stay, and that is counted."""
+    one, two, three = said("a", None), said("b", "a"), said("c", "a")
     store = SessionStore.in_memory()
-    import_file(store, path, "openai")
-    session = store.get("a-1")
+
+    def heads(mark: str, *turns: Turn, **heads: str) -> dict[str, str | None]:
+        form = of_turns(*turns, mark=mark, heads=heads)
+        kept.append(import_file(store, file, form).heads_kept)
+        return {name: node.key for name, node in store.get("talk").heads.items()}
+
+    kept: list[int] = []
+    assert heads("1", one, two, saved="a") == {"main": "b", "saved": "a"}
+    assert heads("2", one, two, three, main="c") == {"main": "c"}
+    session = store.get("talk")
     mine = append_messages(store, session, session.root, [{"role": "user", "content": "mine"}])
     session.set_head("main", mine)
-    rows[0]["messages"].append({"role": "user", "content": "more"})
-    assert import_file(store, jsonl(path, rows), "openai").heads_kept == 1
-    assert session.heads["main"] == mine
+    assert heads("3", one, two, three, main="b", other="a") == {"main": mine.key, "other": "a"}
+    session.drop_head("other")
+    assert heads("4", one, two, three, main="b", other="c") == {"main": mine.key, "other": "c"}
+    assert kept == [0, 0, 1, 1]
+
+
+def test_several_results_in_one_turn_answer_several_calls(file: Path, tmp_path: Path) -> None:
+    """For a tree's checks, for a template, and as messages."""
+    calls = [{"id": each, "type": "function", "function": {"name": "f", "arguments": "{}"}} for each in "xy"]
+    results = [{"type": "tool_result", "tool_call_id": each, "content": each * 3} for each in "xyz"]
+    turns = (
+        Turn(message={"role": "user", "content": "go"}),
+        Turn(message={"role": "assistant", "content": "", "tool_calls": calls}),
+        Turn(message={"role": "tool", "content": [*results, {"type": "text", "text": "and on"}]}),
+    )
+    store = SessionStore.in_memory()
+    import_file(store, file, of_turns(*turns), template=chatml)
+    session = store.get("talk")
+    tip = session.heads["main"]
+    assert [(problem.kind, problem.call_id) for problem in session.validate(tip)] == [("unrequested_result", "z")]
+    assert "xxx\n</tool_response>\n<tool_response>\nyyy" in "".join(map(chr, tip.token_ids))
+    export_file(store, tmp_path / "out.jsonl", "openai")
+    messages = json.loads((tmp_path / "out.jsonl").read_text())["messages"]
+    assert [message.get("tool_call_id") for message in messages] == [None, None, "x", "y", "z", None]
 
 
 def test_an_import_that_was_killed_goes_on(tmp_path: Path) -> None:

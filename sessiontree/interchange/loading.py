@@ -474,23 +474,28 @@ class _Conversation:
         for name in heads.keys() - tips.keys():
             self.losses.fault("no such turn", f"head {name!r}", repr(heads[name]))
         tips.setdefault(MAIN, self.last.id)
-        for name, tip in tips.items():
-            self._move(name, session.node(tip))
-        session.annotate(session.root, {words.ANNOTATION: words.facts_of(conversation, self.loader.form.name, mark)})
+        before = words.facts_from(session.annotation(session.root, words.ANNOTATION)).get("heads", {})
+        for name in {**tips, **before}:
+            self._move(name, tips.get(name), before.get(name))
+        facts = words.facts_of(conversation, self.loader.form.name, mark, tips)
+        session.annotate(session.root, {words.ANNOTATION: facts})
 
-    def _move(self, name: str, node: Node) -> None:
-        """A head goes on along its branch. Where somebody has taken it elsewhere, it stays."""
+    def _move(self, name: str, tip: bytes | None, before: str | None) -> None:
+        """Have a head where the file has it, None for nowhere. What is not where an import left it, ``before``, stays there."""
         try:
             head = self.session.head(name)
         except UnknownHead:
-            self.session.set_head(name, node, expected=None)
+            if tip is not None:
+                self.session.set_head(name, tip, expected=None)
             return
-        at = head.node
-        if at != node:
-            if at.depth < node.depth and node.ancestor(at.depth) == at:
-                self.session.set_head(name, node, expected=head)
-            else:
-                self.loader.count("heads_kept")
+        if head.node.id == tip:
+            return
+        if head.node.id.hex() != before:
+            self.loader.count("heads_kept")
+        elif tip is not None:
+            self.session.set_head(name, tip, expected=head)
+        else:
+            self.session.drop_head(name)
 
     def _compare(self, template: ChatTemplate) -> None:
         for leaf in self.session.leaves()[:_COMPARED]:

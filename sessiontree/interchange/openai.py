@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from sessiontree.interchange.conversations import Conversation, Image, Message, Tree, Turn, calls_of
+from sessiontree.interchange.conversations import Conversation, Image, Message, Tree, Turn, calls_of, messages_of
 from sessiontree.interchange.formats import Format
 from sessiontree.interchange.images import as_data_url, from_data_url
 from sessiontree.interchange.losses import Losses
@@ -108,20 +108,25 @@ def write(conversations: Iterable[Conversation], path: Path, losses: Losses) -> 
             if len(branches) > 1:
                 losses.add("a tree is written branch by branch: turns that branches share stand in each", conversation.id)
             for branch in branches or [()]:
-                messages = [as_openai(turn, losses) for turn in branch if turn.message is not None]
-                if count := len(branch) - len(messages):
+                messages = [message for turn in branch for message in as_openai(turn)]
+                if count := sum(turn.message is None for turn in branch):
                     losses.add("turns that are no messages", conversation.id, count)
                 row = {"messages": messages} | ({"tools": list(conversation.tools)} if conversation.tools else {})
                 listed = conversation.fields.get(_LIST) and not conversation.tools
                 file.write(to_json(messages if listed else row | conversation.fields.get(_ROW, {})) + "\n")
 
 
-def as_openai(turn: Turn, losses: Losses) -> Message:
-    """A message with its pictures as data URLs."""
-    message = dict(turn.message or {})
-    if isinstance(content := message.get("content"), list):
-        message["content"] = [_with_url(part, turn) for part in content]
-    return message
+def as_openai(turn: Turn) -> list[Message]:
+    """The messages of a turn with its pictures as data URLs."""
+    return [
+        {**message, "content": with_urls(message["content"], turn)} if "content" in message else message
+        for message in messages_of(turn)
+    ]
+
+
+def with_urls(content: Any, turn: Turn) -> Any:
+    """What :func:`with_images` took apart: content with the turn's pictures as data URLs."""
+    return [_with_url(part, turn) for part in content] if isinstance(content, list) else content
 
 
 def _with_url(part: Any, turn: Turn) -> Any:

@@ -222,7 +222,7 @@ class _Nodes:
 
     def name(self, node: Node) -> str:
         """What its turn is called: the key it was imported or committed under where only it has that, else its own id."""
-        return node.key if node.key and self._keys[node.key] == 1 else node.id.hex()
+        return node.key if node.key is not None and self._keys[node.key] == 1 else node.id.hex()
 
     def __contains__(self, node: Node) -> bool:
         at = self._at

@@ -22,7 +22,7 @@ from sessiontree.interchange.conversations import MAIN, Branch, Conversation, Im
 from sessiontree.interchange.formats import Format
 from sessiontree.interchange.images import as_data_url, from_data_url, from_file
 from sessiontree.interchange.losses import Losses
-from sessiontree.interchange.openai import as_openai, with_images
+from sessiontree.interchange.openai import with_images, with_urls
 from sessiontree.interchange.source import SourceFile, expect
 from sessiontree.interchange.words import to_json
 
@@ -463,7 +463,7 @@ class _Written:
         if "call" in fields:
             entry[key] = _call_text(message["tool_calls"], *fields["call"])
         elif isinstance(entry.get(key), (list, tuple)):
-            entry[key] = as_openai(turn, self._losses)["content"]
+            entry[key] = with_urls(content, turn)
         elif isinstance(content, str):
             entry[key] = content
         elif isinstance(content, (list, tuple)):

@@ -11,7 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
-from sessiontree.errors import LimitExceeded, NeedsExtra
+from sessiontree.errors import LimitExceeded
 from sessiontree.interchange.losses import Losses
 
 #: Bytes of one line.
@@ -125,27 +125,6 @@ class SourceFile:
                     losses.fault("no JSON", "after the list", more[:40].decode(errors="replace"))
                     return
 
-    def entries(self, losses: Losses, prefix: str) -> Iterator[tuple[str, Any]]:
-        """(place, value) of each entry at ``prefix`` of one JSON document, in ijson's notation: "item" for those of a list.
-
-        The document may be larger than memory. Where it stops being JSON is a fault, and the last thing that is read. Raises
-        NeedsExtra without ijson.
-        """
-        try:
-            import ijson  # noqa: PLC0415
-        except ImportError as error:
-            raise NeedsExtra(
-                "large documents are read by ijson: pip install 'sessiontree[interchange]'", extra="interchange"
-            ) from error
-        with self.path.open("rb") as file:
-            at = 0
-            try:
-                for value in ijson.items(_Told(file, self._went_on), prefix, use_float=True):
-                    yield f"{prefix.removesuffix('item')}[{at}]", value
-                    at += 1
-            except ijson.JSONError as error:
-                losses.fault("no JSON", f"{prefix.removesuffix('item')}[{at}]", str(error))
-
     def document(self, losses: Losses) -> Any:
         """The whole file as one JSON value; None where that is a fault."""
         data = self.path.read_bytes()
@@ -168,19 +147,6 @@ class SourceFile:
         self.done += count
         if self._tell is not None:
             self._tell(self.done)
-
-
-class _Told:
-    """A file that tells how much of it was read."""
-
-    def __init__(self, file: Any, tell: Callable[[int], None]) -> None:
-        self._file = file
-        self._tell = tell
-
-    def read(self, size: int = -1) -> bytes:
-        data: bytes = self._file.read(size)
-        self._tell(len(data))
-        return data
 
 
 def parsed(data: bytes) -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sessiontree.errors import MediaSpanError, SessionTreeError, Unsupported
-from sessiontree.interchange.conversations import Image, Message, Turn
+from sessiontree.interchange.conversations import Image, Message, Turn, messages_of
 from sessiontree.media import MediaItem
 from sessiontree.placeholders import compact, expand
 from sessiontree.positions import PositionScheme
@@ -145,7 +145,7 @@ class ChatTemplate:
         return self._place(images[number])
 
     def _ids(self, turns: Sequence[Turn], tools: Tools) -> NDArray[np.int32]:
-        messages = [_shown(turn) for turn in turns if turn.message is not None]
+        messages = [_shown(message) for turn in turns for message in messages_of(turn)]
         if (self._place is None or self._image_token_id is None) and any(turn.images for turn in turns):
             raise Unsupported("a picture has no tokens: ChatTemplate takes image_token_id and place for that")
         try:
@@ -166,9 +166,9 @@ class ChatTemplate:
 _NONE: Final = token_array(b"")
 
 
-def _shown(turn: Turn) -> Message:
+def _shown(message: Message) -> Message:
     """A message as templates take it."""
-    message = dict(turn.message or {})
+    message = dict(message)
     content = message.get("content")
     if isinstance(content, list):
         message["content"] = [

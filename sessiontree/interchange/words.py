@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
-from sessiontree.interchange.conversations import Conversation, Message, Turn
+from sessiontree.interchange.conversations import Conversation, Message, Turn, messages_of
 from sessiontree.node import Node
 from sessiontree.stored import LoneNode
 
@@ -49,8 +49,9 @@ def metadata_of(turn: Turn, said: str | None, format_name: str, images: Sequence
         metadata[MESSAGE] = said
         if calls := _calls(message):
             metadata["tool_calls"] = calls
-        if isinstance(answered := message.get("tool_call_id"), str) and is_text(answered):
-            metadata["tool_call_id"] = answered
+        answered = [answer for each in messages_of(turn) if is_text(answer := each.get("tool_call_id"))]
+        if answered:
+            metadata["tool_call_id"] = answered[0] if len(answered) == 1 else answered
     if images:
         metadata[IMAGES] = list(images)
     if turn.created_at is not None:
@@ -68,11 +69,13 @@ def _calls(message: Message) -> list[str]:
     """The ids of the tool calls that a message makes; those that have none make no promise."""
     calls = message.get("tool_calls")
     ids = (call.get("id") for call in calls if isinstance(call, Mapping)) if isinstance(calls, (list, tuple)) else ()
-    return list(dict.fromkeys(each for each in ids if isinstance(each, str) and is_text(each)))
+    return list(dict.fromkeys(each for each in ids if is_text(each)))
 
 
-def is_text(text: str) -> bool:
-    """Whether it can be encoded: it has no lone surrogate."""
+def is_text(text: Any) -> TypeGuard[str]:
+    """Whether it is text that can be encoded: it has no lone surrogate."""
+    if not isinstance(text, str):
+        return False
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -97,11 +100,12 @@ def fields_of(node: Node) -> dict[str, Any]:
     return fields
 
 
-def facts_of(conversation: Conversation, format_name: str, mark: str | None) -> str:
-    """What is said of a whole conversation."""
+def facts_of(conversation: Conversation, format_name: str, mark: str | None, heads: Mapping[str, bytes]) -> str:
+    """What is said of a whole conversation. ``heads``: where the import has them."""
     facts = {
         "format": format_name,
         "mark": mark,
+        "heads": {name: node_id.hex() for name, node_id in heads.items()},
         "title": conversation.title,
         "created_at": conversation.created_at,
         "tools": list(conversation.tools),

@@ -101,6 +101,28 @@ def text_of(message: Message | None) -> str:
     return "".join(part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str))
 
 
+def messages_of(turn: Turn) -> list[Message]:
+    """The messages of a turn, in OpenAI's form: one, none where it is no message, or several where tools gave several results.
+
+    Such a turn holds them as parts ``{"type": "tool_result", "tool_call_id": ..., "content": ...}`` of one content: each is a
+    message of a tool, and what stands beside them is a message after them.
+    """
+    message = turn.message
+    if message is None:
+        return []
+    content = message.get("content")
+    results: list[Any] = []
+    rest: list[Any] = []
+    for part in content if isinstance(content, (list, tuple)) else ():
+        (results if isinstance(part, Mapping) and part.get("type") == "tool_result" else rest).append(part)
+    if not results:
+        return [message]
+    made: list[Message] = [
+        {"role": "tool", "tool_call_id": part.get("tool_call_id"), "content": part.get("content")} for part in results
+    ]
+    return [*made, {**message, "content": rest}] if rest else made
+
+
 def parts_of(message: Message) -> Iterator[Mapping[str, Any]]:
     """The parts of a message's content; content that is text is one part of type "text". What is neither is left out."""
     content = message.get("content")

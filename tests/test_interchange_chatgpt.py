@@ -33,6 +33,7 @@ from sessiontree.interchange import (
 )
 from sessiontree.interchange import source as source_module
 from sessiontree.interchange.conversations import parts_of
+from tests.openai_messages import is_valid
 
 GOLDEN = Path(__file__).parent / "golden" / "interchange" / "chatgpt"
 SHARDS = ("conversations-000.json", "conversations-001.json")
@@ -966,3 +967,15 @@ def test_a_manifest_that_says_nothing_is_no_fault(tmp_path: Path, manifest: byte
     path = archive_of(tmp_path / "export.zip", **{"conversations.json": b'[{"mapping": {}}]', "export_manifest.json": manifest})
     _, report = imported(path)
     assert report.added == 1
+
+
+def test_an_export_is_written_as_messages_that_openai_takes(tmp_path: Path) -> None:
+    store, _ = imported(GOLDEN)
+    report = export_file(store, tmp_path / "out.jsonl", "openai")
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
+    assert [len(row["messages"]) for row in rows] == [5, 11, 12, 6]
+    refused = [said for row in rows for said in row["messages"] if not is_valid(said)]
+    shown, orphan = sorted(refused, key=lambda said: len(json.dumps(said)), reverse=True)
+    assert orphan == {"role": "tool", "content": "It is gone.", "name": "file_search"}
+    assert (shown["role"], shown["content"][0]["type"]) == ("tool", "image_url")  # others take pictures of tools
+    assert lost(report)["turns that are no messages"] == 7

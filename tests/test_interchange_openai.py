@@ -5,14 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolUnionParam
+from openai.types.chat import ChatCompletionToolUnionParam
 from pydantic import TypeAdapter
 
 from sessiontree import InterchangeError, SessionStore
@@ -28,12 +27,12 @@ from sessiontree.interchange import (
     import_file,
     message_of,
 )
+from tests.openai_messages import is_valid
 
 GOLDEN = Path(__file__).parent / "golden" / "interchange" / "openai"
 PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")
 PNG_URL = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
 WRITE = format_named("openai").write
-MESSAGE: TypeAdapter[Any] = TypeAdapter(ChatCompletionMessageParam)
 TOOL: TypeAdapter[Any] = TypeAdapter(ChatCompletionToolUnionParam)
 
 
@@ -54,18 +53,6 @@ def saved(path: Path, *lines: Any) -> Path:
 
 def lost(report: ImportReport | ExportReport) -> dict[str, int]:
     return {loss.what: loss.count for loss in report.lost}
-
-
-def is_valid(message: Any) -> bool:
-    """Whether openai's own types take a message; parts and calls, which they look at when asked for, included."""
-    waiting: list[Any] = [MESSAGE.validate_python(message)]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            waiting.extend(value.values())
-        elif isinstance(value, (Iterator, list)):
-            waiting.extend(value)
-    return True
 
 
 def call(call_id: str, arguments: str = '{"city": "Łódź"}') -> dict[str, Any]:

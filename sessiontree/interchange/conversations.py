@@ -76,11 +76,14 @@ class Conversation:
     ``tools``: definitions in OpenAI's form, which chat templates show to the model. ``heads``: names for turns, by their ids,
     "main" for the one to go on from; without it, that is the last turn. ``fields``: what else the format has to say of the whole.
 
-    All but ``id``, ``tools`` and ``turns`` is looked at when ``turns`` are used up: a reader may still set it until then.
+    ``mark``: a digest of the text it was read from; None where that is the whole file. An import passes over what it knows.
+
+    All but ``id``, ``mark``, ``tools`` and ``turns`` is looked at when ``turns`` are used up: a reader may still set it until then.
     """
 
     id: str
     turns: Iterable[Turn]
+    mark: str | None = None
     title: str | None = None
     created_at: float | None = None
     tools: tuple[Mapping[str, Any], ...] = ()

@@ -34,10 +34,13 @@ def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
         if tools == []:
             fields["tools"] = []
         name = f"{file.stem}-{place.removeprefix('line ')}"
-        yield Conversation(id=name, turns=_turns(messages, place, losses), tools=tuple(tools or ()), fields=fields)
+        yield Conversation(
+            id=name, mark=file.mark, turns=turns_of(messages, place, losses), tools=tuple(tools or ()), fields=fields
+        )
 
 
-def _turns(messages: list[Any], line: str, losses: Losses) -> Iterator[Turn]:
+def turns_of(messages: list[Any], line: str, losses: Losses) -> Iterator[Turn]:
+    """A turn for each message."""
     for number, message in enumerate(messages):
         place = f"{line}, messages[{number}]"
         if expect(message, dict, "a message", place, losses) and expect(message.get("role"), str, "its role", place, losses):

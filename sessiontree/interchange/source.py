@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,11 +16,12 @@ MAX_LINE_BYTES: Final = 2**30
 
 
 class SourceFile:
-    """A file to read from. ``path``: where it is. ``done``: bytes that were read."""
+    """A file to read from. ``path``: where it is. ``done``: bytes that were read. ``mark``: a digest of the line that came last."""
 
     def __init__(self, path: Path, tell: Callable[[int], None] | None = None) -> None:
         self.path = path
         self.done = 0
+        self.mark = ""
         self._tell = tell
 
     @property
@@ -41,6 +43,7 @@ class SourceFile:
                 if line.isspace():
                     continue
                 place = f"line {number}"
+                self.mark = blake2b(line, digest_size=16).hexdigest()
                 try:
                     value = json.loads(line)
                 except (ValueError, RecursionError) as error:

@@ -16,9 +16,8 @@ import attrs
 
 from sessiontree.errors import LimitExceeded
 
-#: Levels of containers that the JSON of one value has; what nodes carry may have 64.
-MAX_DEPTH: Final = 48
-_ANY: Final = ("utf-8", "surrogatepass")
+#: Levels of containers that the JSON of one value has, so that whoever takes it apart never runs out of stack.
+MAX_DEPTH: Final = 150
 
 
 @attrs.define(eq=False)
@@ -49,15 +48,6 @@ class Room:
             )
 
 
-def is_text(value: str) -> bool:
-    """Whether it is text that a store takes: no half of a surrogate pair, which UTF-8 cannot say."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def to_plain(value: Any, room: Room | None = None, depth: int = 0, replace: Callable[[Foreign], Foreign] | None = None) -> Any:
     """A value as JSON; ``replace`` may put another Foreign in the place of each.
 
@@ -68,10 +58,8 @@ def to_plain(value: Any, room: Room | None = None, depth: int = 0, replace: Call
     if room is not None:
         room.take(1 + len(value) // 64 if isinstance(value, (str, bytes)) else 1)
     match value:
-        case None | bool():
+        case None | bool() | str():
             return value
-        case str():
-            return value if value.isascii() or is_text(value) else {"$text": base64.b64encode(value.encode(*_ANY)).decode()}
         case int():
             return value if -(2**63) <= value < 2**64 else {"$int": hex(value)}
         case float():
@@ -82,7 +70,7 @@ def to_plain(value: Any, room: Room | None = None, depth: int = 0, replace: Call
             return [to_plain(each, room, depth + 1, replace) for each in value]
         case tuple():
             return {"$tuple": [to_plain(each, room, depth + 2, replace) for each in value]}
-        case dict() if all(isinstance(name, str) and not name.startswith("$") and is_text(name) for name in value):
+        case dict() if all(isinstance(name, str) and not name.startswith("$") for name in value):
             return {name: to_plain(each, room, depth + 1, replace) for name, each in value.items()}
         case dict():
             return {"$dict": [[to_plain(part, room, depth + 3, replace) for part in pair] for pair in value.items()]}
@@ -106,8 +94,6 @@ def from_plain(value: Any) -> Any:
             return int(each, 16)
         case "$float":
             return float(each)
-        case "$text":
-            return base64.b64decode(each).decode(*_ANY)
         case "$bytes":
             return base64.b64decode(each)
         case "$tuple":

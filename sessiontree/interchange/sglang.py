@@ -22,7 +22,7 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from sessiontree.annotations import LOGPROBS
+from sessiontree.annotations import LOGPROBS, TokenValues
 from sessiontree.errors import LimitExceeded
 from sessiontree.interchange.conversations import Branch, Conversation, Image, Tree, Turn, text_of
 from sessiontree.interchange.formats import Format
@@ -171,6 +171,10 @@ def _turns(requests: list[_Request], room: Room, losses: Losses) -> Iterator[Tur
             yield _reply(request, room, losses)
 
 
+def _time(seconds: float) -> float | None:
+    return float(seconds) if 0 < seconds < 1e12 else None
+
+
 def _last_id(request: _Request) -> str:
     return f"reply-{request.number}" if request.replied else f"request-{request.number}"
 
@@ -206,8 +210,8 @@ def _prompt(request: _Request, parent: str | None, derived_from: tuple[str, ...]
     if content is None and "text" in request.state:
         state["text"] = text
     ids = _token_ids(state.get("input_ids"))
-    if ids is not None and isinstance(state.pop("input_ids"), tuple):
-        fields["ids"] = "tuple"
+    if ids is not None:
+        fields["ids"] = type(state.pop("input_ids")).__name__
     images: list[Image] = []
     if (parts := _pictures(state.get("image_data"), images, losses)) is not None:
         shown = [{name: value for name, value in part.items() if name != "in"} for part in parts]
@@ -216,7 +220,7 @@ def _prompt(request: _Request, parent: str | None, derived_from: tuple[str, ...]
         if not isinstance(state.pop("image_data"), list):
             fields["pictures"] = fields["pictures"][0]
     fields |= {"request": _plain(state, request.place, room, losses), "class": list(request.names), "number": request.number}
-    fields["times"] = list(request.times)
+    fields["times"] = to_plain(list(request.times))
     if not request.replied:
         fields["output"] = _plain(request.output, request.place, room, losses)
     return Turn(
@@ -225,7 +229,7 @@ def _prompt(request: _Request, parent: str | None, derived_from: tuple[str, ...]
         message=None if content is None else {"role": "user", "content": content},
         role="user",
         images=tuple(images),
-        created_at=request.times[0],
+        created_at=_time(request.times[0]),
         token_ids=ids,
         derived_from=derived_from,
         fields=fields,
@@ -293,8 +297,8 @@ def _reply(request: _Request, room: Room, losses: Losses) -> Turn:
     text, ids = output.pop("text", None), _token_ids(output.get("output_ids"))
     if "text" in request.output and not isinstance(text, str):
         output["text"] = text
-    if ids is not None and isinstance(output.pop("output_ids"), tuple):
-        fields["ids"] = "tuple"
+    if ids is not None:
+        fields["ids"] = type(output.pop("output_ids")).__name__
     meta = output.get("meta_info")
     meta = dict(meta) if isinstance(meta, dict) else {}
     if ids is not None and (logprobs := _logprobs(meta.get("output_token_logprobs"), ids)) is not None:
@@ -312,7 +316,7 @@ def _reply(request: _Request, room: Room, losses: Losses) -> Turn:
         parent=f"request-{request.number}",
         message={"role": "assistant", "content": text} if isinstance(text, str) else None,
         role="assistant",
-        created_at=request.times[1],
+        created_at=_time(request.times[1]),
         token_ids=ids,
         generated=True,
         finish_reason=kind if isinstance(kind, str) else None,
@@ -397,8 +401,9 @@ def _restored(turn: Turn, reply: Turn | None) -> tuple[Any, ...]:
     parts = [part for part in content or () if not isinstance(content, str)]
     if parts and parts[0]["type"] == "text":
         state["text"] = parts.pop(0)["text"]
-    if (ids := _ints(turn)) is not None:
-        state["input_ids"] = tuple(ids) if fields.get("ids") == "tuple" else ids
+    if "ids" in fields:
+        ids = np.asarray(turn.token_ids).tolist()
+        state["input_ids"] = tuple(ids) if fields["ids"] == "tuple" else ids
     if (within := from_plain(fields.get("pictures"))) is not None:
         several = isinstance(within[0], list)
         pictures = [_picture(part, turn, *each) for part, each in zip(parts, within if several else [within], strict=True)]
@@ -407,19 +412,28 @@ def _restored(turn: Turn, reply: Turn | None) -> tuple[Any, ...]:
     if reply is not None:
         if reply.message is not None:
             output["text"] = reply.message["content"]
-        if (ids := _ints(reply)) is not None:
-            output["output_ids"] = tuple(ids) if reply.fields.get("ids") == "tuple" else ids
+        if "ids" in reply.fields:
+            ids = np.asarray(reply.token_ids).tolist()
+            output["output_ids"] = tuple(ids) if reply.fields["ids"] == "tuple" else ids
             if (kind := reply.fields.get("logprobs")) is not None:
-                output["meta_info"]["output_token_logprobs"] = _rows(reply, ids, list if kind == "list" else tuple)
-    return (_instance(fields["class"], state), output, *fields["times"])
+                output["meta_info"]["output_token_logprobs"] = [
+                    (list if kind == "list" else tuple)(row) for row in _rows(reply, ids)
+                ]
+    return (_instance(fields["class"], state), output, *from_plain(fields["times"]))
 
 
 def _ints(turn: Turn) -> list[int] | None:
-    return None if turn.token_ids is None else np.asarray(turn.token_ids).tolist()
+    """The token ids of a turn; None where it has none, or only the zeros that stand for its pictures where nothing made tokens."""
+    ids: list[int] = [] if turn.token_ids is None else np.asarray(turn.token_ids).tolist()
+    return ids if any(ids) or len(ids) > len(turn.images) else None
 
 
-def _rows(turn: Turn, ids: list[int], kind: type = tuple) -> list[Any]:
-    return [kind((float(logprob), token_id, None)) for logprob, token_id in zip(turn.annotations[LOGPROBS], ids, strict=True)]
+def _rows(turn: Turn, ids: list[int]) -> list[tuple[float, int, None]]:
+    """(logprob, id, None) for each token, as SGLang has it; none where not all of them have one."""
+    said = turn.annotations.get(LOGPROBS)
+    stretches = said.stretches if isinstance(said, TokenValues) else [] if said is None else [(0, np.asarray(said))]
+    values = stretches[0][1].tolist() if len(stretches) == 1 else []
+    return [(float(value), token_id, None) for value, token_id in zip(values, ids, strict=True)] if len(values) == len(ids) else []
 
 
 def _picture(part: Mapping[str, Any], turn: Turn, form: str, within: Foreign | dict[str, Any] | None) -> Any:
@@ -467,8 +481,8 @@ def _made(conversation: Conversation, count: int, prompt: Branch, reply: Turn | 
         if completion:
             output["output_ids"] = completion
             meta["completion_tokens"] = len(completion)
-            if LOGPROBS in reply.annotations:
-                meta["output_token_logprobs"] = _rows(reply, completion)
+            if rows := _rows(reply, completion):
+                meta["output_token_logprobs"] = rows
     return (_instance(_REQUEST, state), output, float(created), float(times[-1] if times else created))
 
 

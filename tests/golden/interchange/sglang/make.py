@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python tests/golden/interchange/sglang/make.py
 
-The requests are SGLang's classes and ``TokenizerManager.dump_requests``, ``record_request_for_crash_dump``, ``_dump_data_to_file`` and
-``RequestLogger`` write them. What a model would have given is made up here.
+The requests are SGLang's classes, and ``TokenizerManager.dump_requests``, ``record_request_for_crash_dump``, ``_dump_data_to_file``
+and ``RequestLogger`` write them. What a model would have given is made up here.
 """
 
 import asyncio
@@ -38,6 +38,7 @@ def requests() -> list[tuple[Any, dict[str, Any]]]:
     made = io_struct.GenerateReqInput
     logprobs = [(-0.5, 785, None), (-1.25, 374, None)]
     named = [(-0.5, 785, "The"), (-1.25, 374, " is")]
+    prompt = [(None, 151644, None)]
     image = io_struct.ImageData(url=f"data:image/png;base64,{PNG}", detail="low")
     sampling = {"temperature": 0.7, "max_new_tokens": 16}
     session = {"id": "chat", "rid": None, "offset": None, "replace": None, "drop_previous_output": None}
@@ -45,7 +46,7 @@ def requests() -> list[tuple[Any, dict[str, Any]]]:
         (made(text="Where is Łódź?", rid="text", sampling_params=sampling, return_logprob=True, stream=True),
          output("text", "The is", [785, 374], 5, output_token_logprobs=logprobs)),
         (made(input_ids=[151644, 872, 198], rid="ids", sampling_params=sampling, extra_key="a"),
-         output("ids", "The is", [785, 374], 3, "length", output_token_logprobs=named, input_token_logprobs=[(None, 151644, None)])),
+         output("ids", "The is", [785, 374], 3, "length", output_token_logprobs=named, input_token_logprobs=prompt)),
         (made(text="<image>What?", image_data=[image, f"data:image/png;base64,{PNG}", PNG, "https://example.org/a.png"], rid="see"),
          output("see", "Red.", [6033, 13], 90)),
         (made(text="<image>And?", image_data=PNG, input_ids=[1, 2], rid="one"), output("one", "Blue.", [10331, 13], 90)),

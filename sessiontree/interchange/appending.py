@@ -26,7 +26,8 @@ def append_messages(
 
     ``messages``: OpenAI's chat messages; pictures as data URLs are kept once in ``store``, the session's. ``template``: as for
     :func:`import_file`; ``tools``: what it shows to the model. The same messages under the same node are the same turns. Raises
-    InterchangeError for what is no message, UnknownNode, and what appending raises; turns before the one that is refused are there then.
+    InterchangeError for what is no message, UnknownNode, and what appending raises; turns before the one that is refused are
+    there then.
     """
     losses = Losses(session.id)
     turns = turns_of(list(messages), "messages", losses)

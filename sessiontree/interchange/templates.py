@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import attrs
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,6 +31,8 @@ Tools = Sequence[Mapping[str, Any]]
 Encode = Callable[[list[Message], Tools], Any]
 #: What an image processor makes of a picture: an item without spans, and its features, or None.
 Place = Callable[[Image], tuple[MediaItem, Any]]
+#: The roles that a conversation may begin with before anybody asks.
+SYSTEM: Final = ("system", "developer")
 #: How many turns before a new one a template is shown, beside the system message and the last question.
 LOOKS_BACK: Final = 6
 
@@ -81,20 +84,36 @@ class ChatTemplate:
             if written:
                 raise
             ids = _NONE
-        ends = [len(ids)]
+        ends = [0]
         try:
             whole = self._ids([*shown, *turns], tools)
         except TemplateRefused:
-            if all((turn.message or {}).get("role") in _SYSTEM for turn in (*shown, *turns)):
+            if all(_role(turn) in SYSTEM for turn in (*shown, *turns)):
                 return [Rendered(_NONE, (), ())] * len(turns)  # the next turn gets its tokens
             raise
         for count in range(1, len(turns)):
             part = self._ids([*shown, *turns[:count]], tools)
-            ends.append(max(ends[-1], _alike(part, whole)))
-        ends[0] = min(_alike(ids, whole), ends[1] if len(ends) > 1 else len(whole))
+            ends.append(_alike(part, whole))
+        ends[0] = self._begins(ids, whole, shown, turns, tools)
         ends.append(len(whole))
         images = [image for turn in turns for image in turn.images]
         return self._placed(whole, ends, sum(len(turn.images) for turn in shown), images, scheme)
+
+    def _begins(
+        self, ids: NDArray[np.int32], whole: NDArray[np.int32], before: Sequence[Turn], turns: Sequence[Turn], tools: Tools
+    ) -> int:
+        """Where the tokens of ``turns`` begin in the whole, which begins with those of the turns before, ``ids``, most often.
+
+        Not where it goes on with a block of tool results, which is closed behind the last; and where it leaves out what was
+        thought before. Raises TemplateRefused where it is neither.
+        """
+        alike = _alike(ids, whole)
+        if alike == len(ids) or _role(before[-1]) == _role(turns[0]) == "tool":
+            return alike
+        short = self._ids([_without_thought(turn) for turn in before], tools)
+        if _alike(short, whole) == len(short):
+            return len(short)
+        raise TemplateRefused(f"the template writes token {alike} otherwise once {_role(turns[0])!r} has spoken")
 
     def _placed(
         self, ids: NDArray[np.int32], ends: Sequence[int], begun: int, images: Sequence[Image], scheme: PositionScheme
@@ -145,7 +164,6 @@ class ChatTemplate:
 
 
 _NONE: Final = token_array(b"")
-_SYSTEM: Final = ("system", "developer")
 
 
 def _shown(turn: Turn) -> Message:
@@ -157,6 +175,20 @@ def _shown(turn: Turn) -> Message:
             {"type": "image"} if isinstance(part, Mapping) and part.get("type") == "image" else part for part in content
         ]
     return message
+
+
+def _role(turn: Turn) -> Any:
+    return (turn.message or {}).get("role")
+
+
+def _without_thought(turn: Turn) -> Turn:
+    """A reply as templates show it once somebody has spoken again."""
+    message = dict(turn.message or {})
+    if message.get("role") == "assistant":
+        message.pop("reasoning_content", None)
+        if isinstance(content := message.get("content"), str):
+            message["content"] = content.rpartition("</think>")[2].lstrip("\n")
+    return attrs.evolve(turn, message=message)
 
 
 def _alike(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:

@@ -344,6 +344,7 @@ blocks = st.one_of(
             {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}", "detail": "low"}},
             {"type": "image_url", "image_url": f"data:image/png;base64,{PNG}"},
             {"type": "image_url", "image_url": "https://a"},
+            {"type": "image_url", "image_url": {"url": "data:,a%20b"}},
             {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}},
             {"type": "image", "source": {"type": "url", "url": "https://a"}},
             {"type": "image", "base64": PNG},
@@ -489,6 +490,17 @@ def test_what_a_calls_arguments_cannot_say_is_kept_as_text_and_named(tmp_path: P
     found, _ = read(tmp_path / "x.sqlite")
     said = next(turn.message for turn in found["c"].turns if turn.message is not None)
     assert [each["function"]["arguments"] for each in said["tool_calls"]] == ['{"a": 1}', *texts[1:]]
+
+
+def test_a_write_that_says_nearly_what_a_message_says_stays_what_it_is(tmp_path: Path) -> None:
+    said = {"content": "x", "id": "a"}
+    alike = [[message("human.HumanMessage", said | more)] for more in ({}, {"name": "Ann"})]
+    path = made(tmp_path / "x.sqlite", [("1", None, {"messages": alike[0]})], alike)
+    found, _ = read(path)
+    (note,) = (turn for turn in found["t"].turns if turn.role == "checkpoint")
+    assert [each[4][0].keys() for each in note.fields["writes"]] == [{"$message": 0}.keys(), {"$ext": 0}.keys()]
+    write(found.values(), tmp_path / "y.sqlite")
+    assert rows(tmp_path / "y.sqlite") == rows(path)
 
 
 def test_a_result_without_its_call_is_named(tmp_path: Path) -> None:

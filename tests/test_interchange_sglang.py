@@ -441,6 +441,15 @@ def test_broken_pickles_are_named(data: bytes, tmp_path: Path) -> None:
     read(tmp_path / "x.pkl", salvage=True)
 
 
+def test_a_state_is_of_an_instance_alone() -> None:
+    with pytest.raises(BadPickle, match="a state for what is no instance"):
+        value(b"\x80\x04\x8f(K\x01K\x02K\x03\x90}b.")
+
+
+def test_requests_of_one_rid_are_called_by_their_place() -> None:
+    assert [each.id for each in read(GOLDEN / "crash.pkl")[0]] == ["text", "crash-2", "cut", "crash-4"]
+
+
 def test_lengths_that_make_python_take_any_memory_take_none(tmp_path: Path) -> None:
     for data in (b"\x80\x04]r\xff\xff\xff\xff.", b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f]."):
         (tmp_path / "x.pkl").write_bytes(data)  # a memo of 64 GiB; a frame of all memory

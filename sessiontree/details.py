@@ -74,7 +74,7 @@ def tool_calls(metadata: PMap[str, Any]) -> ToolCalls:
             malformed = True
     answers = () if answers is None else answers if isinstance(answers, tuple) else (answers,)
     answered = [answer for answer in answers if isinstance(answer, str)]
-    return ToolCalls(tuple(dict.fromkeys(made)), tuple(answered), malformed or len(answered) < len(answers))
+    return ToolCalls(tuple(dict.fromkeys(made)), tuple(dict.fromkeys(answered)), malformed or len(answered) < len(answers))
 
 
 def with_open_calls(before: Details, details: Details, depth: int) -> Details:

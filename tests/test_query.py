@@ -966,7 +966,24 @@ def test_tool_calls_in_another_form(shape: Any, malformed: bool, calls: tuple[st
 
 @pytest.mark.parametrize(
     "shape",
-    [0, 5, True, False, b"", b"a", [], ["a"], {}, {"id": "a"}, {"a"}, np.array("a"), np.array(["a", "b"]), np.zeros(2), 1.5],
+    [
+        0,
+        5,
+        True,
+        False,
+        b"",
+        b"a",
+        [1],
+        [["a"]],
+        [None],
+        {},
+        {"id": "a"},
+        {"a"},
+        np.array("a"),
+        np.array(["a", "b"]),
+        np.zeros(2),
+        1.5,
+    ],
 )
 def test_a_tool_call_id_in_another_form(shape: Any) -> None:
     session = new_session()
@@ -977,6 +994,19 @@ def test_a_tool_call_id_in_another_form(shape: Any) -> None:
     assert session.validate(both)[1:] == (Problem("malformed", both),)
     assert [one.kind for one in session.validate(session.append(node, [4]))] == ["unanswered_call", "malformed"]
     assert set(session.tree.forked(node)) == {session.root, calls, node}
+
+
+def test_one_turn_answers_several_calls() -> None:
+    session = new_session()
+    calls = session.append(session.root, [1], metadata={"tool_calls": ["a", "b", "c"]})
+    node = session.append(calls, [2], metadata={"tool_call_id": ["c", "a", "d", "a"]})
+    assert [(problem.kind, problem.node, problem.call_id) for problem in session.validate(node)] == [
+        ("unanswered_call", calls, "b"),
+        ("unrequested_result", node, "d"),
+    ]
+    (problem, *_) = session.validate(session.append(calls, [3], metadata={"tool_call_id": "b"}))
+    assert (problem.call_id, problem.elsewhere) == ("a", (node,)), "it stands beside the path"
+    assert session.validate(session.append(session.root, [4], metadata={"tool_call_id": []})) == ()
 
 
 @pytest.mark.parametrize("shape", ["", {}, 0, False, 0.0, b""])

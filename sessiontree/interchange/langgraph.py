@@ -108,7 +108,7 @@ class _Inert:
 def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
     """A conversation for each thread and each subgraph of one."""
     serde = _Inert(_library().ormsgpack)
-    with closing(sqlite3.connect(f"{file.path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+    with closing(sqlite3.connect(f"{Path(str(file.path)).absolute().as_uri()}?mode=ro", uri=True)) as connection:
         try:
             connection.execute("PRAGMA trusted_schema = OFF")
             names = "SELECT DISTINCT thread_id, checkpoint_ns FROM checkpoints ORDER BY thread_id, checkpoint_ns"

@@ -399,7 +399,7 @@ class _Conversation:
             node = self._appended(parent, said, rendered)
         except InterchangeError:
             raise
-        except (SessionTreeError, TypeError, ValueError, RecursionError) as error:
+        except (SessionTreeError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
             self.losses.fault("a turn that no node can hold", turn.place or repr(key), f"{type(error).__name__}: {error}")
             node = self.session.append(parent, [], role=UNREADABLE, key=key)  # what follows it keeps its place
         self.nodes[key] = node.id

@@ -158,7 +158,7 @@ class _Saver:
         for other in fields.keys() - {self.form.name}:
             self.losses.add(f"what only {other} says of a turn", name)
         message = words.message_of(node)
-        if message is None and node.role != UNREADABLE and words.MESSAGE not in metadata and not fields and len(node):
+        if message is None and node.role != UNREADABLE and len(node) and self.form.name not in fields:
             message = self._decoded(node, name)
         images = tuple(self._images(session, node, name))
         return Turn(

@@ -81,7 +81,7 @@ class _Request:
 
 def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
     """A conversation for each session, and for each request that is of none."""
-    room = Room(10**6 + _VALUES_PER_BYTE * file.path.stat().st_size)
+    room = Room(10**6 + _VALUES_PER_BYTE * file.size)
     rest: dict[str, Any] = {}
     if file.first_byte() == b"{":
         requests = list(_logged(file, losses))

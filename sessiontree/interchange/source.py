@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator
@@ -42,6 +43,12 @@ class SourceFile:
     def stem(self) -> str:
         """Its name without suffixes: what conversations are called that have no name of their own."""
         return self.path.name.partition(".")[0] or self.path.name
+
+    @property
+    def size(self) -> int:
+        """How many bytes it has."""
+        with self.path.open("rb") as file:
+            return file.seek(0, os.SEEK_END)
 
     def part(self, path: Path | zipfile.Path) -> SourceFile:
         """Another file that belongs to this one, such as one in it; what is read of it counts here."""

@@ -88,16 +88,21 @@ def message_of(node: Node | LoneNode) -> dict[str, Any] | None:
 
     Pictures are parts ``{"type": "image", "image": n}``; ``node.metadata["images"][n]`` says where the n-th is kept.
     """
-    said = node._details.metadata.get(MESSAGE)
-    message: dict[str, Any] | None = json.loads(said) if isinstance(said, str) else None
-    return message
+    return _mapping(node._details.metadata.get(MESSAGE))
 
 
 def fields_of(node: Node) -> dict[str, Any]:
     """What only the format understands that it was imported from: under that format's name."""
-    said = node.metadata.get(FIELDS)
-    fields: dict[str, Any] = json.loads(said) if isinstance(said, str) else {}
-    return fields
+    return _mapping(node._details.metadata.get(FIELDS)) or {}
+
+
+def _mapping(said: Any) -> dict[str, Any] | None:
+    """A mapping of JSON text; None for anything else, which somebody else has put there."""
+    try:
+        value = json.loads(said) if isinstance(said, str) else None
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def facts_of(conversation: Conversation, format_name: str, mark: str | None, heads: Mapping[str, bytes]) -> str:
@@ -116,5 +121,4 @@ def facts_of(conversation: Conversation, format_name: str, mark: str | None, hea
 
 def facts_from(said: Any) -> dict[str, Any]:
     """What :func:`facts_of` gave; empty where a session was not imported."""
-    facts = json.loads(said) if isinstance(said, str) else {}
-    return facts if isinstance(facts, dict) else {}
+    return _mapping(said) or {}

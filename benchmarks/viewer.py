@@ -149,7 +149,9 @@ def best_of_n(store: SessionStore, tokenizer: Any) -> None:
         ]
         last = session.linearize(tools) if len(tools) > 1 else tools[0]
         done = sample(last, answer, key=f"answer-{at}", **{REWARD: reward, ADVANTAGE: reward - 0.5, "judge": "rubric-2"})
-        if reward == 0.9:
+        if reward < 0.9:
+            session.set_head("guess", done)
+        else:
             session.set_head("best", done)
             more = session.append(done, encode("And in winter?"), metadata={"client": "web"})
             for number, text in enumerate(
@@ -229,15 +231,16 @@ PICTURES = (
         "best-of-n",
         "best-of-n",
         "dark",
-        "const answers = [0, 1].map((n) => viewer.state.session.heads.find(([name]) => name === `winter-${n}`)[1]);"
-        "viewer.drawing.fit(); await viewer.compare(...answers)",
+        "const at = (head) => viewer.state.session.heads.find(([name]) => name === head)[1];"
+        "await viewer.compare(at('best'), at('guess'))",
     ),
     (
         "large",
         "large",
         "light",
-        "const select = document.getElementById('colour'); select.value = 'head'; viewer.colour(); viewer.drawing.fit();"
-        "await viewer.choose(find((s, at) => s.headsAt.has(at)))",
+        "const select = document.getElementById('colour'); select.value = 'head'; viewer.colour();"
+        "await viewer.choose(viewer.state.session.heads.find(([name]) => name === 'main')[1]);"
+        "viewer.drawing.centre(viewer.layout.itemOf[viewer.state.chosen], 0.13)",
     ),
 )
 
@@ -281,7 +284,14 @@ def measured(page: Path) -> list[Figure]:
             2,
             note=f"Chromium {version}; {TIMES} runs: {', '.join(f'{each:.2f}' for each in openings)}",
         ),
-        Figure("move it, all nodes in sight, none folded", statistics.median([each for each, _ in far]), "frames/s", 30, "higher", note=note(far)),
+        Figure(
+            "move it, all nodes in sight, none folded",
+            statistics.median([each for each, _ in far]),
+            "frames/s",
+            30,
+            "higher",
+            note=note(far),
+        ),
         Figure("move it, cards legible", statistics.median([each for each, _ in near]), "frames/s", 30, "higher", note=note(near)),
         Figure(
             f"file of {COUNT:,} nodes",

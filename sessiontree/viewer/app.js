@@ -8,7 +8,6 @@ const App = (() => {
   const POLL = 1000; // milliseconds between questions, or ten times what the last answer took
   const FOLD_FROM = 40; // nodes: a smaller session is shown as it is
 
-  const NONE = "none";
   const state = {
     session: null,
     chosen: -1,
@@ -22,6 +21,7 @@ const App = (() => {
     opened: new Set(),
     folds: true,
     fresh: new Map(),
+    tint: 0.07, // how much of its colour a card has all over
     fitted: true, // nobody has moved it since it was fitted
     follows: false,
   };
@@ -103,6 +103,7 @@ const App = (() => {
     const reached = (node) => node === 0 || session.parents[node] >= 0;
     const legend = $("legend");
     state.colourOf = new Uint8Array(session.count);
+    state.tint = numeric ? 0.32 : by === "role" ? 0.07 : 0.16;
     if (numeric) {
       let [least, most] = [Infinity, -Infinity];
       for (const value of numbers) {
@@ -169,17 +170,14 @@ const App = (() => {
     }
   }
 
+  // The first view: all of it if that can be read, else its beginning.
   function first() {
     drawing.fit();
     if (drawing.scale < 0.42) {
-      const { session } = state;
-      const start = session.heads.find(([name]) => name === "main")?.[1] ?? 0;
-      void start;
+      const { height } = drawing.bounds();
       drawing.scale = 0.62;
       drawing.x = -28 / drawing.scale;
-      const row = layout.rows[0] * CARD.down;
-      drawing.y = row - 28 / drawing.scale;
-      const { height } = drawing.bounds();
+      drawing.y = -28 / drawing.scale;
       if (height * drawing.scale < drawing.height) drawing.y = (height - drawing.height / drawing.scale) / 2;
     }
     state.fitted = true;

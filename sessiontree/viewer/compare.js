@@ -105,7 +105,9 @@ const Compare = (() => {
       return spelled(text) + (to > from + 400 ? " …" : "");
     };
     const parts = Runs.positions(session, known);
-    const chart = ids.length > 1 && session.facts.axes.length > 1 ? positionChart([Panel.chartPart(session, known, parts)], session.facts.axes, app.theme) : null;
+    const [first, ...others] = parts.decoded;
+    const bent = others.some((axis) => axis.some((value, i) => value !== first[i])) || found.kind === "position"; // else a straight line
+    const chart = ids.length > 1 && bent ? positionChart([Panel.chartPart(session, known, parts)], session.facts.axes, app.theme) : null;
     return h(
       "article",
       h("header", Panel.nodeButton(app, at), h("b", spelled(session.roles[at] ?? "root")), h("small", `[${start}, ${session.stop(at)})`)),

@@ -1,7 +1,7 @@
 "use strict";
 // The tree on its canvas: only what is in sight is drawn, and of that, from far away, only what a pixel can show.
 
-const CARD = { width: 208, height: 46, across: 256, down: 62 }; // of an item, and from one to the next
+const CARD = { width: 208, height: 46, across: 238, down: 60 }; // of an item, and from one to the next
 
 // Text with whatever is not seen, or turns other text around, spelled out.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202f\u205f-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]|[\u{e0000}-\u{e0fff}]/gu;
@@ -301,25 +301,26 @@ class Drawing {
     if (state.hovered >= 0) special(state.hovered, this.theme.text);
     if (state.chosen >= 0) special(layout.itemOf[state.chosen], this.theme.accent);
     if (state.marked >= 0) special(layout.itemOf[state.marked], this.theme.other);
-    context.font = `600 11px ${this.theme.font}`;
-    context.textBaseline = "middle";
-    if (state.session.heads.length <= 40) {
-      for (const [at] of state.session.headsAt) this._speckHead(context, at, width, height);
-    }
+    if (state.session.heads.length > 40) return;
+    for (const [at] of state.session.headsAt) this._drawHead(context, at, (across, down) => [across + 4, down / 2]);
   }
 
-  _speckHead(context, at, width, height) {
+  // The names of a node's heads, as a badge whose left middle is where `place(width, height)` says, from the corner of its card.
+  _drawHead(context, at, place) {
     const item = this.layout.itemOf[at];
     if (item < 0) return;
-    const [x, y] = this.place(item);
+    const [left, top] = this.place(item);
+    const [dx, dy] = place(Math.max(1, CARD.width * this.scale), Math.max(1, CARD.height * this.scale));
+    const [x, y] = [left + dx, top + dy];
     if (x < -200 || y < -20 || x > this.width + 20 || y > this.height + 20) return;
+    context.font = `600 10.5px ${this.theme.font}`;
+    context.textBaseline = "middle";
     const name = this._cut(context, oneLine(this.state.session.headsAt.get(at).join(" ")), 140);
-    const size = this._width(context, name) + 10;
     context.fillStyle = this.theme.headGround;
-    this._rounded(context, x + width + 4, y + height / 2 - 9, size, 18, 9);
+    this._rounded(context, x, y - 8, this._width(context, name) + 12, 16, 8);
     context.fill();
     context.fillStyle = this.theme.head;
-    context.fillText(name, x + width + 9, y + height / 2 + 0.5);
+    context.fillText(name, x + 6, y + 0.5);
   }
 
   _matches(item) {
@@ -334,6 +335,11 @@ class Drawing {
 
   _drawCards(context, seen) {
     this._each(seen, (item, column, row) => this._drawCard(context, item, column, row));
+    if (this.scale >= 0.42) return;
+    this._each(seen, (item) => {
+      const node = this.layout.nodes[item];
+      if (this.state.session.headsAt.has(node)) this._drawHead(context, node, (width, height) => [width - 14, -5]);
+    });
   }
 
   _drawCard(context, item, column, row) {
@@ -362,6 +368,13 @@ class Drawing {
     context.fillStyle = chosen ? theme.chosen : theme.card;
     this._rounded(context, x, y, width, height, radius);
     context.fill();
+    if (!chosen) {
+      const whole = context.globalAlpha;
+      context.globalAlpha = whole * state.tint;
+      context.fillStyle = colour;
+      context.fill();
+      context.globalAlpha = whole;
+    }
     const error = session.errors.has(node);
     context.strokeStyle = error ? theme.bad : chosen ? theme.accent : marked ? theme.other : item === state.hovered ? theme.strong : theme.border;
     context.lineWidth = chosen || marked ? 2 : 1;
@@ -388,12 +401,14 @@ class Drawing {
     const hidden = session.below[layout.lasts[item]];
     const children = session.numChildren[layout.lasts[item]];
     if (children > 0 && (state.collapsed.has(node) || item === state.hovered || chosen)) this._drawHandle(context, node, hidden, x + width, y + height / 2);
-    if (scale < 0.42) {
-      if (session.headsAt.has(node)) this._speckHead(context, node, width, height);
-      context.globalAlpha = 1;
-      return;
+    if (scale >= 0.42) this._drawWords(context, item, x, y, fold, error);
+    else {
+      context.font = `600 10px ${theme.font}`;
+      context.textBaseline = "middle";
+      context.fillStyle = error ? theme.bad : theme.text;
+      const name = fold ? "⋯" : oneLine(session.roles[node] ?? "root");
+      context.fillText(this._cut(context, name, width - 18 * scale - 4), x + 13 * scale + 3, y + height / 2 + 0.5);
     }
-    this._drawWords(context, item, x, y, fold, error);
     context.globalAlpha = 1;
   }
 

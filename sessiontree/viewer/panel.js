@@ -191,7 +191,7 @@ const Panel = (() => {
         ...rows.map((byToken) => [byToken.has(start + row) ? number(byToken.get(start + row)) : "", "n wide"]),
       ];
     });
-    const widths = [58, 68, ...(session.words ? [130] : []), ...axes.map(() => 56), ...said.map(() => 96)];
+    const widths = [48, 54, ...(session.words ? [76] : []), ...axes.map((name) => (name.length > 1 ? 60 : 46)), ...said.map(() => 78)];
     table.style.setProperty("--columns", widths.map((width, at) => (heads[at][1] === "piece" ? `minmax(${width}px, 1fr)` : `${width}px`)).join(" "));
     return table;
   }

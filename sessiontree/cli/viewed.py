@@ -31,7 +31,7 @@ from sessiontree.positions import MODES
 from sessiontree.store import Session
 from sessiontree.stored import StoredIndex
 from sessiontree.viewer.packing import EXACT, Arrays, packed
-from sessiontree.viewer.page import Block
+from sessiontree.viewer.page import Block, block_size
 from sessiontree.viewer.pictures import thumbnail
 from sessiontree.viewer.runs import run_facts
 
@@ -202,6 +202,12 @@ class Viewed:
         columns = _columns((name, at, value) for at, row in enumerate(self._rows) for name, value in row.values)
         return sorted(columns, key=lambda column: -len(column["ordinals"]))[:MAX_COLUMNS]
 
+    @property
+    def damaged(self) -> bool:
+        """Whether something of it could not be read."""
+        facts = self._changing
+        return bool(facts["lost"] or facts["unread_annotations"]) or any(row.error is not None for row in self._rows)
+
     # Chunks and pictures
 
     def chunks(self) -> int:
@@ -267,22 +273,23 @@ class Viewed:
         return arrays.packed({"png": png, "width": found.width, "height": found.height, "what": found.what})
 
     def blocks(self, most_bytes: int) -> Iterator[Block]:
-        """All of it for a page that asks nobody: the shape, and chunks, the newest first, until they have so many bytes in all."""
+        """All of it for a page that asks nobody: the shape, and chunks, the newest first, as far as they take so many bytes of it."""
         shape = self.tree()
         assert shape is not None
         yield "tree", shape
-        left = most_bytes - len(shape)
+        left = most_bytes - block_size(("tree", shape))
         for at in reversed(range(self.chunks())):
-            chunk = self.chunk(at)
-            left -= len(chunk)
+            chunk = f"chunk-{at}", self.chunk(at)
+            left -= block_size(chunk)
             if left < 0:
-                break
-            yield f"chunk-{at}", chunk
+                return
+            yield chunk
         for content in list(self._items)[:MAX_PICTURES]:
-            picture = self.picture(content)
-            left -= len(picture)
-            if left >= 0:
-                yield f"picture-{content}", picture
+            picture = f"picture-{content}", self.picture(content)
+            left -= block_size(picture)
+            if left < 0:
+                return
+            yield picture
 
 
 def _axes(count: int) -> list[str]:

@@ -21,7 +21,6 @@ from sessiontree.viewer.page import page
 from sessiontree.viewer.server import Server
 
 MEGABYTE: Final = 10**6
-_BASE64: Final = 3 / 4  # bytes that one of a file holds
 
 
 def view(
@@ -45,7 +44,8 @@ def view(
     """Write a session as one page of HTML.
 
     It needs nothing else, no network and no server: the tree, to be moved in, searched and coloured; of each node text, token ids,
-    media, metadata and a chart of its positions; and two nodes side by side. docs/viewer.md says more.
+    media, metadata and a chart of its positions; and two nodes side by side. docs/viewer.md says more. Exit code 5: some of it cannot
+    be read, and the page says what.
     """
     text = words(tokenizer)
     with reading(store, lenient) as source:
@@ -54,14 +54,15 @@ def view(
         path = Path(f"{_file_name(found.id)}.html") if output is None else output
         if path.exists() and not force:
             raise Usage(f"{path} is there already; --force writes over it")
-        size = _write(path, viewed, int(max_megabytes * MEGABYTE * _BASE64))
+        size = _write(path, viewed, int(max_megabytes * MEGABYTE))
         if as_json:
             write_json({"session": found.id, "file": str(path), "bytes": size, "nodes": len(found._tree) - 1})
         else:
             write(f"{safe(str(path))}  {size:,} bytes, {len(found._tree) - 1:,} nodes")
+        damaged = viewed.damaged or bool(source.losses)
     if show:
         webbrowser.open(path.absolute().as_uri())
-    return Code.FINE
+    return Code.CORRUPT if damaged else Code.FINE
 
 
 def _file_name(session_id: str) -> str:
@@ -71,10 +72,11 @@ def _file_name(session_id: str) -> str:
 
 def _write(path: Path, viewed: Viewed, most_bytes: int) -> int:
     """The page as a file, whole or not at all: how many bytes it has. Raises StoreFailed."""
+    room = most_bytes - sum(len(piece.encode()) for piece in page())
     beginning = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with beginning.open("w", encoding="utf-8") as file:
-            file.writelines(page(viewed.blocks(most_bytes)))
+            file.writelines(page(viewed.blocks(room)))
         beginning.replace(path)
     except OSError as error:
         raise StoreFailed(f"{path}: {error.strerror or error}", path=str(path)) from error
@@ -84,7 +86,7 @@ def _write(path: Path, viewed: Viewed, most_bytes: int) -> int:
     return path.stat().st_size
 
 
-class _Live:
+class Live:
     """Sessions of a store that is followed, for a server. One thread at a time looks."""
 
     def __init__(self, store: Any, text: Words | None, first: str | None) -> None:
@@ -142,7 +144,7 @@ def serve(
     with reading(store, lenient) as source:
         first = None if session is None else session_named(source, session).id
         try:
-            server = Server(_Live(source, text, first), host, port)
+            server = Server(Live(source, text, first), host, port)
         except OSError as error:
             raise StoreFailed(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
         with server:

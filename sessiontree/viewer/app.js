@@ -705,7 +705,7 @@ const App = (() => {
   async function begin() {
     readTheme();
     drawing = new Drawing($("tree"), $("map"), theme);
-    Object.assign(app, { drawing, choose, mark, compare, search, step, collapse, fold, colour, readTheme });
+    Object.assign(app, { drawing, open, choose, mark, compare, search, step, collapse, fold, colour });
     if (Data.live) {
       $("live").hidden = false;
       await poll();

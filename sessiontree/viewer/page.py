@@ -39,8 +39,18 @@ def page(blocks: Iterable[Block] = (), *, live: bool = False) -> Iterator[str]:
     )
     for name, data in blocks:
         assert _NAME.fullmatch(name), name
-        yield f'<script type="application/octet-stream" id="block-{name}">{b64encode(data).decode()}</script>\n'
+        yield _element(name, b64encode(data).decode())
     yield behind.replace("SCRIPTS", "\n".join(f"<script>{_read(name)}</script>" for name in SCRIPTS))
+
+
+def block_size(block: Block) -> int:
+    """Bytes of a page that a block takes."""
+    name, data = block
+    return len(_element(name, "")) + -(-len(data) // 3) * 4
+
+
+def _element(name: str, text: str) -> str:
+    return f'<script type="application/octet-stream" id="block-{name}">{text}</script>\n'
 
 
 @cache

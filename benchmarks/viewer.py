@@ -1,7 +1,7 @@
-"""How soon the viewer opens a session of 20,000 nodes, how smoothly it moves, and how large its file is. And pictures for the docs.
+"""How soon the viewer opens a session of 20,000 nodes, how smoothly it moves, how large its file is; and pictures for the docs.
 
-Chromium opens the file from the disk, without a graphics card. Opening counts from the beginning of its navigation to the first frame
-drawn. Moving is measured by frames while the tree is moved a little in each, for two seconds: with all of it in sight, and at
+Chromium opens the file from the disk, without a graphics card. Opening counts from the beginning of its navigation to the first
+frame drawn. Moving is measured by frames while the tree is moved a little in each, for two seconds: with all of it in sight, and at
 the scale where cards can be read. It needs Chromium (make chromium).
 
     python benchmarks/viewer.py
@@ -29,7 +29,7 @@ from harness import Figure, report
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "examples")]  # for what tests and examples know
 
-from sessiontree import MediaItem, Node, Session, SessionStore, media_identity
+from sessiontree import MediaItem, Node, SessionStore, media_identity
 from sessiontree.annotations import ADVANTAGE, LOGPROBS, REWARD, WEIGHT_VERSION, Spans
 from tests.browser import Seen, browser, lacking, opened
 
@@ -58,9 +58,8 @@ MOVING = """async ([scale, dx, dy]) => {
 def large(store: SessionStore, tokenizer: Any) -> None:
     """20,000 nodes: many conversations under one system prompt, with samples, forks, tools; log-probabilities and rewards."""
     rng = random.Random(1)
-    words = (
-        "the cache of a page is found again by its digest , so what was computed once is read from there and no kernel runs".split()
-    )
+    sentence = "the cache of a page is found again by its digest , so what was computed once is read from there and no kernel runs"
+    words = sentence.split(" ")
     session = store.create("run-20000", scheme="text@hf5", model_fingerprint="tiny")
 
     def said(length: int) -> list[int]:
@@ -274,7 +273,8 @@ def measured(page: Path) -> list[Figure]:
         version = chromium.version
 
     def note(runs: list[tuple[float, float]]) -> str:
-        return f"{TIMES} runs: {', '.join(f'{each:.0f}' for each, _ in runs)}; the longest frame {max(most for _, most in runs):.0f} ms"
+        longest = max(most for _, most in runs)
+        return f"{TIMES} runs: {', '.join(f'{each:.0f}' for each, _ in runs)}; the longest frame {longest:.0f} ms"
 
     return [
         Figure(

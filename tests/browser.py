@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -71,11 +72,18 @@ class Seen:
             " (event) => violations.push(`${event.violatedDirective} ${event.blockedURI}`));"
         )
         page.goto(place.absolute().as_uri() if isinstance(place, Path) else place)
-        page.wait_for_function("window.viewer && viewer.openedAt !== undefined")
+        self.wait("window.viewer?.openedAt !== undefined")
 
     def ask(self, script: str, given: Any = None) -> Any:
         """What a piece of JavaScript gives, of which a promise is waited for."""
         return self.page.evaluate(script, given)
+
+    def wait(self, script: str, given: Any = None) -> None:
+        """Until a piece of JavaScript gives something true; Playwright's own way is what the page's policy forbids."""
+        stop = time.monotonic() + PATIENCE / 1000
+        while not self.page.evaluate(script, given):
+            assert time.monotonic() < stop, f"never: {script}"
+            self.page.wait_for_timeout(20)
 
     def choose(self, ordinal: int) -> str:
         """Choose a node: the text of its panel."""

@@ -1,7 +1,8 @@
 """A session as the viewer shows it: its shape, its nodes in chunks, and thumbnails of its media.
 
-The shape is what the picture is drawn of: for each node, by its ordinal, its parent and a few facts. A chunk has all that is known of
-``CHUNK`` nodes, and is only taken apart by the page when one of them is looked at. Nodes never change, so each is read once.
+The shape is what the picture is drawn of: for each node, by its ordinal, its parent and a few facts. A chunk has all that is known
+of ``CHUNK`` nodes, and is only taken apart by the page when one of them is looked at. Of what follows a writer, only new nodes are
+read again.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from typing import Any, Final, NamedTuple
@@ -273,7 +274,7 @@ class Viewed:
         return arrays.packed({"png": png, "width": found.width, "height": found.height, "what": found.what})
 
     def blocks(self, most_bytes: int) -> Iterator[Block]:
-        """All of it for a page that asks nobody: the shape, and chunks, the newest first, as far as they take so many bytes of it."""
+        """All of it for a page that asks nobody: the shape, and chunks, the newest first, as far as so many bytes of it go."""
         shape = self.tree()
         assert shape is not None
         yield "tree", shape

@@ -44,8 +44,8 @@ def view(
     """Write a session as one page of HTML.
 
     It needs nothing else, no network and no server: the tree, to be moved in, searched and coloured; of each node text, token ids,
-    media, metadata and a chart of its positions; and two nodes side by side. docs/viewer.md says more. Exit code 5: some of it cannot
-    be read, and the page says what.
+    media, metadata and a chart of its positions; and two nodes side by side. docs/viewer.md says more. Exit code 5: some of it
+    cannot be read, and the page says what.
     """
     text = words(tokenizer)
     with reading(store, lenient) as source:

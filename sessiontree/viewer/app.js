@@ -233,7 +233,7 @@ const App = (() => {
       made = [h("p.problem", spelled(error.message))];
     }
     if (mine !== shown) return;
-    panel.replaceChildren(...made.filter((each) => each !== null && each !== undefined).flat(Infinity));
+    fill(panel, made);
     if (marked >= 0 && marked === chosen) panel.prepend(h("p.amber", "Choose another node to compare it with this one. Esc ends it."));
     panel.scrollTop = 0;
   }
@@ -380,7 +380,8 @@ const App = (() => {
   function help() {
     const dialog = $("keys");
     if (dialog.open) return dialog.close();
-    dialog.replaceChildren(
+    fill(
+      dialog,
       h("h2", "Keys"),
       h("dl.facts", HELP.map(([keys, what]) => [h("dt", keys.split("  ").map((each) => h("kbd", each))), h("dd", what)])),
       h("h2", "Search"),
@@ -569,7 +570,8 @@ const App = (() => {
         const heads = session.headsAt.get(node) ?? [];
         const by = $("colour").selectedOptions[0];
         const value = valuesOf(node);
-        box.replaceChildren(
+        fill(
+          box,
           h("b", spelled(session.roles[node] ?? "root")),
           h("code", session.ids[node]),
           heads.map((name) => h("b.badge.head", spelled(name))).slice(0, 5),
@@ -577,7 +579,6 @@ const App = (() => {
           value === undefined || ["role", "depth", "tokens", "time"].includes(by.value) ? null : h("p.dim", `${by.textContent} ${spelled(String(value))}`),
           session.errors.has(node) ? h("p.problem", spelled(session.errors.get(node))) : h("p", spelled(session.labels[node])),
         );
-        for (const each of [...box.childNodes]) if (each.nodeType === 3 && each.data === "null") each.remove();
       }
     }
     box.hidden = item < 0 || handle;

@@ -144,7 +144,8 @@ function positionChart(parts, axes, theme, onPick) {
     pointed = Math.min(stop - 1, Math.max(start, index));
     draw();
     const at = pointed - start;
-    readout.replaceChildren(
+    fill(
+      readout,
       h("b", `token ${pointed.toLocaleString("en")}`),
       axes.map((name, axis) => [
         h("i", { style: { background: theme.axes[axis % theme.axes.length] } }),
@@ -172,7 +173,7 @@ function positionChart(parts, axes, theme, onPick) {
   });
   function legend() {
     const names = axes.map((name, axis) => [h("i", { style: { background: theme.axes[axis % theme.axes.length] } }), name]);
-    readout.replaceChildren(...names.flat(), differs ? h("em", "dashed: as replayed") : "");
+    fill(readout, names, differs && h("em", "dashed: as replayed"));
   }
   legend();
   new ResizeObserver(draw).observe(canvas);

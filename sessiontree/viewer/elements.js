@@ -14,10 +14,13 @@ function h(what, ...rest) {
     else if (name in element) element[name] = value;
     else element.setAttribute(name, value);
   }
-  for (const child of (hasProperties ? rest.slice(1) : rest).flat(Infinity)) {
-    if (child !== null && child !== undefined && child !== false) element.append(child instanceof Node ? child : String(child));
-  }
+  fill(element, hasProperties ? rest.slice(1) : rest);
   return element;
+}
+
+// Have an element hold these and nothing else; lists are taken apart, and what is null or false is left out.
+function fill(element, ...children) {
+  element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
 }
 
 // A line of facts: a list of [name, value]; a value is text or an element; null leaves it out.

@@ -1,8 +1,8 @@
 """The page, put together from the files beside this one: markup, styles, scripts, and what is told of a session.
 
-Its policy names the style and the scripts by their hashes, so no other one runs, whatever a session holds; forbids every request, but
-to the server that it came from where it is live; and has the browser refuse to make markup of text anywhere (trusted types). What
-is told of a session stands in blocks of base64, each in an element of a type that no browser runs.
+Its policy names the style and the scripts by their hashes, so no other one runs, whatever a session holds; forbids every request,
+but to the server that it came from where it is live; and has the browser refuse to make markup of text anywhere (trusted types).
+What is told of a session stands in blocks of base64, each in an element of a type that no browser runs.
 """
 
 from __future__ import annotations

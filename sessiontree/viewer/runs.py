@@ -1,7 +1,7 @@
 """Positions of a turn for a page, by their runs: a few numbers each, of which it makes the very same table.
 
-Each run is a list: its kind, how many tokens it covers, and the fields of the run of that name in :mod:`sessiontree.positions.runs`.
-What is no formula there, and a canvas, goes as a table.
+Each run is a list: its kind, how many tokens it covers, and the other fields of the run of that name in
+:mod:`sessiontree.positions.runs`. What is no formula there, and a canvas, goes as a table.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The page over HTTP, from the standard library alone, for whoever sits at this machine.
 
-It answers GET and HEAD, under a Host that it was told is its own: a page elsewhere whose name was made to lead here is refused. What
-it shows comes from a :class:`Source`; it keeps nothing of its own. Nothing on it changes anything.
+It answers GET and HEAD, under a Host that it was told is its own: a page elsewhere whose name was made to lead here is refused.
+What it shows comes from a :class:`Source`; it keeps nothing of its own. Nothing on it changes anything.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def test_token_ids_and_positions_of_every_family(chromium: Browser, tmp_path: Pa
         for family, rule in CASES:
             history, *others = [each for each, _ in known_cases(family, rule)]
             session = store.create(f"{family}@{rule}", scheme=scheme_of(history, rule))
-            for each in [history, *(other for other in others if other.params == history.params)][:12]:
+            for each in [history, *(other for other in others if other.params == history.params)][:5]:
                 node = session.root
                 for turn in without_leading_empties(each.turns()):
                     node = session.append(node, turn.tokens, media=turn.media)
@@ -251,24 +251,24 @@ def test_layouts_have_no_faults(chromium: Browser, tmp_path: Path, seed: int) ->
         clean(seen)
 
 
-def test_a_chain_of_100_000_turns(chromium: Browser, tmp_path: Path) -> None:
+def test_a_long_chain(chromium: Browser, tmp_path: Path) -> None:
     """Nothing recurses, folded or not, chosen or compared."""
     with SessionStore.open(tmp_path / "store", durability="relaxed") as store:
         session = store.create("chat", scheme="text@hf5")
         node = session.root
-        for number in range(100_000):
+        for number in range(30_000):
             node = session.append(node, [number])
-            if number == 50_000:
+            if number == 15_000:
                 session.append(node, [7], key="other")
         session.set_head("main", node)
     with opened(chromium, page_of(tmp_path / "store")) as seen:
         assert seen.ask("viewer.layout.count") < 20
-        assert "100,000" in seen.choose(100_001)
-        assert seen.ask("viewer.state.chosen") == 100_001
+        assert "30,000" in seen.choose(30_001)
+        assert seen.ask("viewer.state.chosen") == 30_001
         seen.ask("viewer.fold()")
-        assert seen.ask("viewer.layout.count") == 100_002
-        parted = seen.ask("Compare.parting(viewer.state.session, 100001, 50002)")
-        assert parted == {"ancestor": 50_001, "shared": 50_001, "kind": "token"}
+        assert seen.ask("viewer.layout.count") == 30_002
+        parted = seen.ask("Compare.parting(viewer.state.session, 30001, 15002)")
+        assert parted == {"ancestor": 15_001, "shared": 15_001, "kind": "token"}
         clean(seen)
 
 

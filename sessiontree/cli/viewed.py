@@ -96,7 +96,7 @@ class Viewed:
     def _read(self, shape: Shape, first: int, stop: int) -> Iterator[Node | CorruptTree | None]:
         """Nodes by their ordinals; why one cannot be read; None for one that is gone or leads nowhere.
 
-        The last ones are held, so that of most nodes the one record is read.
+        All are held until the last one is read, so that each record is read once.
         """
         nodes: list[Node | CorruptTree | None] = []
         for begin in range(first, stop, CHUNK):
@@ -105,14 +105,15 @@ class Viewed:
                 if isinstance(index, StoredIndex):
                     source = index.source
                     source.read_ahead([at for at in ordinals if source.first <= at < source.first + len(source)])
-            wanted = set(ordinals)
-            for at in range(begin, min(begin + CHUNK, stop)):
+            found: dict[int, Node | CorruptTree] = {}
+            for at in reversed(ordinals):  # the last one mostly brings the others along
                 try:
-                    found: Node | CorruptTree | None = shape.node(at) if at in wanted else None
+                    found[at] = shape.node(at)
                 except CorruptTree as error:
-                    found = error
-                nodes.append(found)
-                yield found
+                    found[at] = error
+            some = [found.get(at) for at in range(begin, min(begin + CHUNK, stop))]
+            nodes += some
+            yield from some
 
     def _row(self, node: Node | CorruptTree | None) -> Row:
         if not isinstance(node, Node):
@@ -223,7 +224,9 @@ class Viewed:
         nodes = self._nodes[first:stop] if self._keeps else list(self._read(self._shape, first, stop))
         arrays, pieces = Arrays(), set[int]()
         facts = [
-            self._facts(node, self._said.get(at, {}), arrays, pieces) if isinstance(node, Node) else {"error": str(node)}
+            self._facts(node, self._said.get(at, {}), arrays, pieces)
+            if isinstance(node, Node)
+            else {"error": "it is missing" if node is None else str(node)}
             for at, node in enumerate(nodes, first)
         ]
         spelled = {} if self._words is None else {each: self._words.of_ids([each]) for each in sorted(pieces)}
@@ -248,14 +251,14 @@ class Viewed:
         for mode in MODES:
             state = node.position_state(mode)
             facts[mode] = [number(node.scheme.next_position(state)), number(node.scheme.mrope_position_delta(state))]
-        facts["metadata"] = plain(node.metadata)
+        facts["metadata"] = _exact(plain(node.metadata))
+        facts["media"] = _exact(facts["media"])
         if any(link.kind == "prefix_of" for link in node.links):
             said = self.session.annotations(node)  # with what it has of the whole
         facts["annotations"] = [
-            annotation_facts(name, value, node) | _values_of(value, arrays) for name, value in sorted(said.items())
+            _exact(annotation_facts(name, value, node)) | _values_of(value, arrays) for name, value in sorted(said.items())
         ]
-        exact: dict[str, Any] = _exact(facts)
-        return exact
+        return facts
 
     def picture(self, content: str) -> bytes:
         """The thumbnail of a content that a chunk said there are features of, packed; of nothing where it cannot be seen as one."""

@@ -105,12 +105,12 @@ def best_of_n(store: SessionStore, tokenizer: Any) -> None:
         store.put_features(item, {"pixel_values": pixels.pixel_values})
         return [VISION_START, *[IMAGE_PAD] * count, VISION_END], item
 
-    def sample(parent: Node, text: str, reason: str = "stop", **options: Any) -> Node:
+    def sample(parent: Node, key: str, text: str, said: dict[str, Any], reason: str = "stop", metadata: Any = None) -> Node:
         ids = encode(text)
-        with session.draft(parent, key=options.pop("key"), metadata=options.pop("metadata", None)) as draft:
+        with session.draft(parent, key=key, metadata=metadata) as draft:
             draft.extend(ids)
             logprobs = -np.random.default_rng(len(ids)).exponential(0.3, len(ids)).astype(np.float32)
-            return draft.commit(reason, annotations={LOGPROBS: logprobs, **options})
+            return draft.commit(reason, annotations={LOGPROBS: logprobs, **said})
 
     system = session.append(session.root, encode("You are a careful guide. Use tools where they help."), role="system")
     ids, item = shown(landscape(336, 224))
@@ -120,7 +120,7 @@ def best_of_n(store: SessionStore, tokenizer: Any) -> None:
         ("I cannot tell the place. The light says evening.", 0.2),
     )
     for at, (text, reward) in enumerate(guesses):
-        sample(asked, text, key=f"sample-{at}", **{REWARD: reward, ADVANTAGE: reward - 0.5})
+        sample(asked, f"sample-{at}", text, {REWARD: reward, ADVANTAGE: reward - 0.5})
     for at, (query, results, answer, reward) in enumerate(
         (
             (
@@ -135,10 +135,11 @@ def best_of_n(store: SessionStore, tokenizer: Any) -> None:
     ):
         call = sample(
             asked,
+            f"sample-{at}",
             f'search_places(query="{query}")',
+            {},
             "tool_calls",
-            key=f"sample-{at}",
-            metadata={"tool_calls": [f"call-{at}-{number}" for number in range(len(results))], "latency_ms": 412 + 97 * at},
+            {"tool_calls": [f"call-{at}-{number}" for number in range(len(results))], "latency_ms": 412 + 97 * at},
         )
         tools = [
             session.append(
@@ -147,7 +148,7 @@ def best_of_n(store: SessionStore, tokenizer: Any) -> None:
             for number, result in enumerate(results)
         ]
         last = session.linearize(tools) if len(tools) > 1 else tools[0]
-        done = sample(last, answer, key=f"answer-{at}", **{REWARD: reward, ADVANTAGE: reward - 0.5, "judge": "rubric-2"})
+        done = sample(last, f"answer-{at}", answer, {REWARD: reward, ADVANTAGE: reward - 0.5, "judge": "rubric-2"})
         if reward < 0.9:
             session.set_head("guess", done)
         else:
@@ -156,7 +157,7 @@ def best_of_n(store: SessionStore, tokenizer: Any) -> None:
             for number, text in enumerate(
                 ("Around 16:30, behind the northern ridge.", "At 16:30, and the valley is dark by five.")
             ):
-                session.set_head(f"winter-{number}", sample(more, text, "length" if number else "stop", key=f"winter-{number}"))
+                session.set_head(f"winter-{number}", sample(more, f"winter-{number}", text, {}, "length" if number else "stop"))
     session.pin(asked)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Dialog, Page
 
 PATIENCE = 60_000  # milliseconds that anything may take before something is wrong
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -66,13 +66,17 @@ class Seen:
         page.on("request", lambda request: self.requests.append(request.url))
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("console", lambda message: self.console.append(message.text))
-        page.on("dialog", lambda dialog: (self.errors.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on("dialog", self._refuse)
         page.add_init_script(
             "window.violations = []; document.addEventListener('securitypolicyviolation',"
             " (event) => violations.push(`${event.violatedDirective} ${event.blockedURI}`));"
         )
         page.goto(place.absolute().as_uri() if isinstance(place, Path) else place)
         self.wait("window.viewer?.openedAt !== undefined")
+
+    def _refuse(self, dialog: Dialog) -> None:
+        self.errors.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
 
     def ask(self, script: str, given: Any = None) -> Any:
         """What a piece of JavaScript gives, of which a promise is waited for."""

@@ -14,6 +14,7 @@ __all__ = [
     "FinishRefused",
     "HeadMoved",
     "IncompatibleStore",
+    "InterchangeError",
     "KeyTaken",
     "LimitExceeded",
     "MediaSpanError",
@@ -32,6 +33,7 @@ __all__ = [
     "StoreFailed",
     "StoreLocked",
     "UnknownAlias",
+    "UnknownFormat",
     "UnknownHead",
     "UnknownNode",
     "UnknownScheme",
@@ -81,6 +83,20 @@ class UnknownScheme(SessionTreeError):
 
     name: str
     known: tuple[str, ...]
+
+
+class UnknownFormat(SessionTreeError):
+    """No interchange format has this name, or it does not go that way. ``known``: those that do."""
+
+    name: str
+    known: tuple[str, ...]
+
+
+class InterchangeError(SessionTreeError):
+    """A file of another tool says what cannot be read. ``path``: the file. ``place``: the line, or the path inside the document."""
+
+    path: str
+    place: str
 
 
 class SessionExists(SessionTreeError):

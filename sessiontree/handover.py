@@ -278,8 +278,8 @@ def _path(session: codec.SessionRecord, nodes: Sequence[bytes]) -> tuple[codec.N
             raise _wrong(f"record {at} of its path is none")
         codec.check_digest(record, above)
         codec.check_positions(record, stop, rules)
-        if not record.data and at == 1:
-            raise _wrong("an empty turn under the root says nothing")
+        if not record.data and at == 1 and (record.key is None or record.origin != "input"):
+            raise _wrong("an empty turn under the root says nothing, unless it has a key")
         above, stop = record.id, stop + len(record.data) // TOKEN_BYTES
         path.append(record)
     return tuple(path)

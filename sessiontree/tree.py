@@ -635,8 +635,8 @@ class SessionTree(Sealed):
         stop = state.num_tokens  # the same object: that is one int less to keep
         if index.limits.max_tokens is not None:
             self._check_limit(stop, reserved)
-        if not data and parent.parent is None:
-            raise OutOfRange("an empty turn under the root says nothing", value=0, limit=1)
+        if not data and parent.parent is None and (key is None or origin != "input"):
+            raise OutOfRange("an empty turn under the root says nothing, unless it has a key", value=0, limit=1)
         mine = self._writes and not index.busy
         if mine:
             index.busy = True

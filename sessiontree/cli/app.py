@@ -92,6 +92,7 @@ for _name, _run in (
     ("export", moving.export),
     ("import", moving.import_),
     ("copy", moving.copy),
+    ("fork", moving.fork),
     ("pin", health.pin),
     ("unpin", health.unpin),
     ("drop", health.drop),

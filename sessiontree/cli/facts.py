@@ -9,7 +9,7 @@ from typing import Any
 from sessiontree.annotations import Annotation, OfTokens, Ragged, Spans
 from sessiontree.cli.output import plain, safe, styled
 from sessiontree.cli.shape import Shape
-from sessiontree.cli.words import Words
+from sessiontree.cli.words import Words, said_by
 from sessiontree.media import MediaItem
 from sessiontree.node import Namespace, Node
 from sessiontree.render import _facts, _name
@@ -37,7 +37,10 @@ class Marks:
 
 
 def node_line(node: Node | LoneNode, marks: Marks, words: Words | None = None) -> str:
-    """A node in one line, as ``to_text`` draws it: id, role, tokens; what else there is; its heads; the beginning of its text."""
+    """A node in one line, as ``to_text`` draws it: id, role, tokens; what else there is; its heads; the beginning of its text.
+
+    Without a tokenizer that is the text of the message it was imported of.
+    """
     generated = node.origin == "generated"
     line = styled("● " if generated else "○ ", fg="green" if generated else "cyan") + ", ".join(_facts(node))
     if marks.pinned(node.id):
@@ -46,6 +49,8 @@ def node_line(node: Node | LoneNode, marks: Marks, words: Words | None = None) -
         line += styled(f" ← {' '.join(map(_name, heads))}", fg="yellow", bold=True)
     if words is not None and len(node):
         line += "  " + styled(words.beginning(node, MAX_CHARACTERS), italic=True)
+    elif (said := said_by(node, MAX_CHARACTERS)) is not None:
+        line += "  " + styled(said, italic=True)
     return line
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
+from sessiontree.cli.conversations import BUNDLE, DEFAULT_SCHEME, FORMATS, export_conversations, import_conversations
 from sessiontree.cli.output import (
     Code,
     NoStore,
@@ -29,18 +30,23 @@ from sessiontree.cli.source import (
     Json,
     Lenient,
     Source,
+    Tokenizer,
     complete_place,
     complete_session,
     find_place,
     reading,
     sessions_named,
+    spot_named,
     writing,
 )
 from sessiontree.node import Namespace
 from sessiontree.render import _count, _listed, _name
 from sessiontree.store import SessionStore
 
-Bundle = Annotated[str, typer.Argument(metavar="FILE", help="The bundle's file.", show_default=False)]
+Bundle = Annotated[
+    str, typer.Argument(metavar="FILE", help="The file; a bundle, unless --format says what else.", show_default=False)
+]
+FormatName = Annotated[str, typer.Option("--format", metavar="NAME", help=f"What the file is: {FORMATS}.")]
 _FIELDS: Final = ", ".join(Namespace._fields)
 
 
@@ -66,16 +72,19 @@ def export(
             show_default=False,
         ),
     ] = None,
-    features: Annotated[bool, typer.Option("--features", help="Take pixels and encoder outputs along.")] = False,
-    zstd: Annotated[bool, typer.Option("--zstd", help="Compress.")] = False,
+    format_name: FormatName = BUNDLE,
+    tokenizer: Tokenizer = None,
+    features: Annotated[bool, typer.Option("--features", help="Of a bundle: take pixels and encoder outputs along.")] = False,
+    zstd: Annotated[bool, typer.Option("--zstd", help="Of a bundle: compress.")] = False,
     lenient: Lenient = False,
     force: Annotated[bool, typer.Option("--force", help="Write over FILE if it is there.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Write sessions to one file.
+    """Write sessions to one file, of ours or for another tool.
 
     All of them, those that are named, or what stands below one node. A FILE that is there is left alone without --force, and the
-    inside of a store always.
+    inside of a store always. In another tool's format, what that cannot hold is counted and named; turns that were not imported
+    get their words by --tokenizer.
     """
     from sessiontree.bundles import export_bundle  # noqa: PLC0415
 
@@ -84,6 +93,10 @@ def export(
     _check_file(file)
     if os.path.exists(file) and not force:
         raise Usage(f"{file} is there already; --force writes over it")
+    if format_name != BUNDLE:
+        return export_conversations(
+            store, file, format_name, sessions, start, tokenizer=tokenizer, lenient=lenient, force=force, as_json=as_json
+        )
     with reading(store, lenient) as source, progress("export", as_json) as bar:
         names = sessions_named(source, sessions)
         subtree = None
@@ -120,18 +133,51 @@ def import_(
             show_default=False,
         ),
     ] = None,
+    format_name: FormatName = BUNDLE,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            "--tokenizer",
+            metavar="NAME",
+            help="Of another tool's file: write its messages as tokens, by the chat template of qwen or of what transformers finds "
+            "in local files. Without it they are kept as words alone.",
+            show_default=False,
+        ),
+    ] = None,
+    scheme: Annotated[
+        str, typer.Option("--scheme", metavar="NAME", help="Of another tool's file: the position scheme of the sessions.")
+    ] = DEFAULT_SCHEME,
+    prefix: Annotated[
+        str, typer.Option("--prefix", metavar="TEXT", help="Of another tool's file: what the sessions' ids begin with.")
+    ] = "",
+    salvage: Annotated[
+        bool, typer.Option("--salvage", help="Of another tool's file: leave out, and count, what cannot be read.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
-    """Read a bundle into a store.
+    """Read a bundle, or another tool's file, into a store.
 
-    Every digest is checked; what is there already stays, and a second time changes nothing.
+    What is there already stays, a second time changes nothing, and what was interrupted goes on. Every digest of a bundle is
+    checked; of another tool's file or folder, what a store has no place for is counted and named.
     """
     from sessiontree.bundles import import_bundle, open_bundle  # noqa: PLC0415
 
     _check_file(file)
+    target = _namespace(namespace)
+    if format_name != BUNDLE:
+        return import_conversations(
+            store,
+            file,
+            format_name,
+            tokenizer=tokenizer,
+            scheme=scheme,
+            namespace=target,
+            prefix=prefix,
+            salvage=salvage,
+            as_json=as_json,
+        )
     if not os.path.isfile(file):
         raise NoStore(f"there is no bundle at {file}")
-    target = _namespace(namespace)
     if is_url(store) or not os.path.exists(store):
         open_bundle(file).close()  # before anything is made for it
     with writing(store, make=True) as opened, progress("import", as_json) as bar:
@@ -155,7 +201,7 @@ def import_(
 def _check_file(file: str) -> None:
     """Raises Usage for what names no file."""
     if is_url(file):
-        raise Usage(f"a bundle is a file; {shown(file)} is none: `sessiontree copy` goes there")
+        raise Usage(f"{shown(file)} is no file: `sessiontree copy` goes there")
 
 
 def _namespace(fields: list[str] | None) -> Namespace | None:
@@ -166,6 +212,31 @@ def _namespace(fields: list[str] | None) -> Namespace | None:
         if not equals or name not in Namespace._fields:
             raise Usage(f"--namespace takes FIELD=VALUE with one of {_FIELDS}, not {name!r}")
     return Namespace.of({name: value or None for name, _, value in pairs})
+
+
+def fork(
+    store: Annotated[str, typer.Argument(metavar="STORE", help="A store's directory, or a postgresql:// URL.", show_default=False)],
+    place: Annotated[
+        str,
+        typer.Argument(metavar="PLACE", help="SESSION/NODE, SESSION or NODE.", autocompletion=complete_place, show_default=False),
+    ],
+    session: Annotated[str, typer.Argument(metavar="SESSION", help="The id of the new session.", show_default=False)],
+    as_json: Json = False,
+) -> int:
+    """Make a session of the path of one node.
+
+    The path is shared, not copied, and ends in head "main" there.
+    """
+    with writing(store) as opened:
+        source, shape, ordinal = spot_named(opened, place)
+        tip = shape.node(ordinal)
+        made = opened.fork(source, tip, session)
+        made.set_head("main", made.node(tip.id))
+    if as_json:
+        write_json({"session": made.id, "from": source.id, "node": tip.id.hex()})
+    else:
+        write(f"{_name(made.id)} goes on from {_name(source.id)}/{tip.id.hex()[:8]}")
+    return Code.FINE
 
 
 def copy(

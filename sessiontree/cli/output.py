@@ -27,6 +27,7 @@ from sessiontree.backends.base import Progress
 from sessiontree.errors import (
     CorruptTree,
     IncompatibleStore,
+    InterchangeError,
     NeedsExtra,
     SessionDiffers,
     SessionTreeError,
@@ -65,6 +66,7 @@ _CODES: Final[tuple[tuple[type[BaseException], Code], ...]] = (  # the first tha
     (SessionDiffers, Code.FOUND),
     (StoreLocked, Code.LOCKED),
     (CorruptTree, Code.CORRUPT),
+    (InterchangeError, Code.CORRUPT),
     (IncompatibleStore, Code.INCOMPATIBLE),
     (StoreFailed, Code.FAILED),
     (NeedsExtra, Code.NEEDS),

@@ -26,6 +26,7 @@ from sessiontree.cli.shape import Shape
 from sessiontree.cli.words import Words
 from sessiontree.digest import ID_BYTES, pack
 from sessiontree.errors import CorruptTree, UnknownNode
+from sessiontree.interchange import message_of, text_of
 from sessiontree.media import MediaItem
 from sessiontree.node import Node
 from sessiontree.positions import MODES
@@ -132,6 +133,8 @@ class Viewed:
         if node.parent is None:
             return node.scheme.name
         if self._words is None:
+            if message := _message(node):
+                return message[:MAX_LABEL]
             ids = node.input_ids(node.start, min(node.stop, node.start + MAX_IDS)).tolist()
             return " ".join(map(str, ids)) + (" …" if len(node) > MAX_IDS else "")
         return self._words.between(node, node.start, min(node.stop, node.start + MAX_LABEL))[:MAX_LABEL]
@@ -242,6 +245,8 @@ class Viewed:
             if entry["features"]:
                 self._items.setdefault(content, (node, item))
         ids = node.token_ids
+        if self._words is None and (message := _message(node)):
+            facts["text"] = message
         if self._words is not None:
             pieces.update(np.unique(ids).tolist())
         facts["token_ids"] = arrays.add(ids)
@@ -294,6 +299,14 @@ class Viewed:
             if left < 0:
                 return
             yield picture
+
+
+def _message(node: Node) -> str:
+    """The text of the message that a node was imported of; none where it is no such node, or says it otherwise."""
+    try:
+        return text_of(message_of(node))
+    except (ValueError, TypeError, AttributeError):  # metadata are anybody's
+        return ""
 
 
 def _axes(count: int) -> list[str]:

@@ -498,8 +498,8 @@ class Drawing {
       context.fillText(this._cut(context, oneLine(reason), right - at), at, first);
     }
     context.fillStyle = theme.dim;
-    context.font = `${small}px ${session.words ? theme.font : theme.mono}`;
     const label = error ? session.errors.get(node) : session.labels[node] || session.ids[node];
+    context.font = `${small}px ${/^[\d …]*$/.test(label) ? theme.mono : theme.font}`;
     context.fillText(this._cut(context, oneLine(label), (CARD.width - 26) * scale), left, second);
   }
 

@@ -1,0 +1,148 @@
+"""Conversations: what stands between the files of others and the trees of a store.
+
+A format reads a file as conversations and writes them; it knows nothing of stores. ``loading`` puts conversations into a store and
+``saving`` takes them out, and neither knows a format. So each pair of formats is two small modules, not one of their own.
+
+A :class:`Turn` is what becomes a node, one for one: nothing is merged, split or left out, also where it says nothing. Its message
+has the form of OpenAI's chat messages, which most others resemble: a mapping of ``role``, ``content`` (text, None, or a list of
+parts), and where they apply ``name``, ``tool_calls`` (of ``id``, ``type`` and ``function``: ``name`` and ``arguments``, JSON as
+text), ``tool_call_id``, ``reasoning_content``. A picture that is there in bytes is a part ``{"type": "image", "image": n}``, n
+being its place in ``Turn.images``; one that is only named stays the part it was, ``{"type": "image_url", ...}``. What a format has
+beyond that, it keeps in ``fields``, as JSON's types, and finds there again when it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from types import EllipsisType
+from typing import Any
+
+import attrs
+
+from sessiontree.media import MediaItem
+from sessiontree.tokens import TokenIds
+
+#: The head of the turn that a conversation goes on from.
+MAIN = "main"
+
+Message = Mapping[str, Any]
+
+
+@attrs.frozen
+class Image:
+    """A picture as it lies in a file: ``data`` are its bytes, ``mime_type`` what they are said to be, such as "image/png"."""
+
+    data: bytes = attrs.field(repr=False)
+    mime_type: str
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Turn:
+    """A turn of a conversation, to become one node.
+
+    ``id``: its own, unique in its conversation; None where the format has none: it gets one of what it says. ``parent``: the id
+    of the turn before it, None for a first one, ``...`` for the turn that came before it in ``turns``. ``message``: see this
+    module; None for what is no message, such as a note that the model was changed. ``role``: the node's, where there is none.
+    ``created_at``: seconds since 1970, UTC.
+
+    ``token_ids``: its own tokens, where the file has them; they are never made again from text then. ``media``: where pictures,
+    videos and audio stand among them. ``generated``: whether they were sampled; ``finish_reason``: why that ended.
+    ``annotations``: as :meth:`Session.annotate` takes them. ``derived_from``: ids of turns it was made of, such as what a
+    compaction sums up. ``place``: where it stands in the file, for messages.
+    """
+
+    id: str | None = None
+    parent: str | EllipsisType | None = ...
+    message: Message | None = None
+    role: str = "note"
+    images: tuple[Image, ...] = ()
+    created_at: float | None = None
+    token_ids: TokenIds | None = None
+    media: tuple[MediaItem, ...] = ()
+    generated: bool = False
+    finish_reason: str | None = None
+    annotations: Mapping[str, Any] = attrs.Factory(dict)
+    derived_from: tuple[str, ...] = ()
+    fields: Mapping[str, Any] = attrs.Factory(dict)
+    place: str = ""
+
+
+@attrs.define(kw_only=True, eq=False)
+class Conversation:
+    """A tree of turns.
+
+    ``id``: what its session is called. ``turns``: in any order; parents stand before their children where they can, since a turn
+    waits in memory for its parent. Children of one parent are in the order in which they come. It may be read once only.
+    ``tools``: definitions in OpenAI's form, which chat templates show to the model. ``heads``: names for turns, by their ids,
+    "main" for the one to go on from; without it, that is the last turn. ``fields``: what else the format has to say of the whole.
+
+    ``mark``: a digest of the text it was read from; None where that is the whole file. An import passes over what it knows.
+
+    All but ``id``, ``mark``, ``tools`` and ``turns`` is looked at when ``turns`` are used up: a reader may still set it until then.
+    """
+
+    id: str
+    turns: Iterable[Turn]
+    mark: str | None = None
+    title: str | None = None
+    created_at: float | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    heads: dict[str, str] = attrs.Factory(dict)
+    fields: dict[str, Any] = attrs.Factory(dict)
+
+
+def text_of(message: Message | None) -> str:
+    """The text of a message, parts that are text put together."""
+    content = None if message is None else message.get("content")
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, (list, tuple)) else ()
+    return "".join(part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str))
+
+
+def _parent(turn: Turn) -> str | None:
+    assert turn.parent is not ...  # `saving` gives each one
+    return turn.parent
+
+
+Branch = tuple[Turn, ...]
+
+
+class Tree:
+    """The turns of a conversation, all read, with their shape. For formats that write children lists, or branch by branch."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self.turns: dict[str, Turn] = {}
+        self.children: dict[str | None, list[str]] = {None: []}
+        for turn in conversation.turns:
+            assert turn.id is not None
+            self.turns[turn.id] = turn
+            self.children[turn.id] = []
+            self.children[_parent(turn)].append(turn.id)
+
+    @property
+    def leaves(self) -> list[str]:
+        """Ids of the turns that nothing follows, in order."""
+        return [each for each in self.turns if not self.children[each]]
+
+    def path(self, turn_id: str) -> Branch:
+        """From the first turn to that one."""
+        path = []
+        at: str | None = turn_id
+        while at is not None:
+            turn = self.turns[at]
+            path.append(turn)
+            at = _parent(turn)
+        return tuple(reversed(path))
+
+    def branches(self) -> Iterator[Branch]:
+        """The path of each leaf, in order."""
+        return map(self.path, self.leaves)
+
+    def depth_first(self) -> Iterator[Turn]:
+        """Every turn, parents before their children, children in order."""
+        waiting = list(reversed(self.children[None]))
+        while waiting:
+            at = waiting.pop()
+            yield self.turns[at]
+            waiting.extend(reversed(self.children[at]))

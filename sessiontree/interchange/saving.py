@@ -1,0 +1,229 @@
+"""Sessions of a store as conversations, and those as files of other tools."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import attrs
+import numpy as np
+
+from sessiontree.errors import UnknownFormat, Unsupported
+from sessiontree.interchange import words
+from sessiontree.interchange.conversations import MAIN, Conversation, Image, Turn
+from sessiontree.interchange.formats import Format, format_named
+from sessiontree.interchange.loading import FILE, UNREADABLE, joined
+from sessiontree.interchange.losses import Loss, Losses
+from sessiontree.node import Node
+from sessiontree.store import Session, SessionStore
+
+Decode = Callable[[list[int]], str]
+
+
+@attrs.frozen(kw_only=True)
+class ExportReport:
+    """What an export wrote. ``files``: their paths, the first hundred. ``sessions``, ``turns``, ``images``: how many of each.
+    ``lost``: what the format cannot hold.
+    """
+
+    format: str
+    files: tuple[str, ...] = ()
+    sessions: int = 0
+    turns: int = 0
+    images: int = 0
+    lost: tuple[Loss, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it in JSON's types."""
+        return attrs.asdict(self)
+
+
+def export_file(
+    store: SessionStore,
+    path: str | Path,
+    format: str | Format,
+    sessions: Iterable[str] | None = None,
+    *,
+    at: tuple[str, Node | bytes] | None = None,
+    decode: Decode | None = None,
+    overwrite: bool = False,
+) -> ExportReport:
+    """Write sessions as a file of another tool.
+
+    ``sessions``: their ids; None: all. ``at``: instead of these, (session id, node): the path of that node and what is below it.
+    ``decode``: ids to text, for turns that were not imported and so have tokens alone; without it they say nothing, which is
+    counted. Of a format that holds one conversation a file, several sessions make a folder.
+
+    The file is there whole or not at all. Raises UnknownFormat; Unsupported where ``path`` is there already, unless it is a file
+    and ``overwrite`` says so; UnknownSession, UnknownNode, and what reading nodes raises.
+    """
+    form = format if isinstance(format, Format) else format_named(format)
+    if form.write is None:
+        raise UnknownFormat(f"{form.name} is read, not written", name=form.name, known=())
+    target = Path(path)
+    if target.exists() and not (overwrite and target.is_file()):
+        raise Unsupported(f"{target} is there already")
+    names = [at[0]] if at is not None else list(store.sessions() if sessions is None else sessions)
+    saver = _Saver(store, form, None if at is None else at[1], decode)
+    if not form.single or len(names) == 1:
+        _written(form, map(saver.conversation, names), target, saver.losses)
+        files = [target]
+    else:
+        made = target.with_name(f".{target.name}.partial-{os.getpid()}")
+        made.mkdir()
+        files = []
+        try:
+            for name in names:
+                file = f"{quote(name, safe=' ')[:200]}{form.suffix}"
+                _written(form, [saver.conversation(name)], made / file, saver.losses)
+                files.append(target / file)
+            made.rename(target)
+        except BaseException:
+            shutil.rmtree(made)
+            raise
+    return ExportReport(
+        format=form.name,
+        files=tuple(map(str, files[:100])),
+        sessions=len(names),
+        turns=saver.turns,
+        images=saver.images,
+        lost=joined([saver.losses.lost]),
+    )
+
+
+def _written(form: Format, conversations: Iterable[Conversation], target: Path, losses: Losses) -> None:
+    """A file under its name once all of it is on disk."""
+    assert form.write is not None
+    made = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        form.write(conversations, made, losses)
+        with made.open("rb+") as file:
+            os.fsync(file.fileno())
+        made.replace(target)
+    finally:
+        made.unlink(missing_ok=True)
+
+
+class _Saver:
+    """One export: what is the same for all its sessions, and what is counted over them."""
+
+    def __init__(self, store: SessionStore, form: Format, at: Node | bytes | None, decode: Decode | None) -> None:
+        self.store = store
+        self.form = form
+        self.at = at
+        self.decode = decode
+        self.losses = Losses("export")
+        self.turns = self.images = 0
+
+    def conversation(self, session_id: str) -> Conversation:
+        session = self.store.get(session_id)
+        at = self.at
+        return self.of(session, at if at is None or isinstance(at, Node) else session.node(at))
+
+    def of(self, session: Session, at: Node | None) -> Conversation:
+        root = session.root
+        facts = words.facts_from(session.annotation(root, words.ANNOTATION))
+        own = facts.get("format") == self.form.name
+        if facts.get("fields") and not own:
+            self.losses.add(f"what only {facts.get('format')} says of a whole conversation", session.id)
+        nodes = _Nodes(session, at)
+        heads = {name: nodes.name(node) for name, node in session.heads.items() if node in nodes and node != root}
+        if at is not None and at != root:
+            heads.setdefault(MAIN, nodes.name(at))
+        return Conversation(
+            id=session.id,
+            turns=self._turns(session, nodes),
+            title=facts.get("title"),
+            created_at=facts.get("created_at"),
+            tools=tuple(facts.get("tools", ())),
+            heads=heads,
+            fields=facts.get("fields", {}) if own else {},
+        )
+
+    def _turns(self, session: Session, nodes: _Nodes) -> Iterator[Turn]:
+        for node in nodes:
+            self.turns += 1
+            parent = node.parent
+            first = parent is None or parent.parent is None
+            yield self._turn(session, node, nodes.name(node), None if parent is None or first else nodes.name(parent))
+
+    def _turn(self, session: Session, node: Node, name: str, parent: str | None) -> Turn:
+        metadata = node.metadata
+        fields = words.fields_of(node)
+        for other in fields.keys() - {self.form.name}:
+            self.losses.add(f"what only {other} says of a turn", name)
+        message = words.message_of(node)
+        if message is None and node.role != UNREADABLE and words.MESSAGE not in metadata and not fields and len(node):
+            message = self._decoded(node, name)
+        images = tuple(self._images(session, node, name))
+        return Turn(
+            id=name,
+            parent=parent,
+            message=message,
+            role=node.role or "note",
+            images=images,
+            created_at=metadata.get(words.CREATED_AT),
+            token_ids=node.token_ids,
+            media=node.media,
+            generated=node.origin == "generated",
+            finish_reason=metadata.get(words.FINISH_REASON, node.finish_reason),
+            annotations={each: value for each, value in session.annotations(node).items() if each != words.ANNOTATION},
+            derived_from=tuple(metadata.get(words.DERIVED_FROM, ())),
+            fields=fields.get(self.form.name, {}),
+            place=name,
+        )
+
+    def _decoded(self, node: Node, name: str) -> dict[str, Any]:
+        """A message of a node that has tokens alone."""
+        if self.decode is None:
+            self.losses.add("the words of turns that have tokens alone: no tokenizer was given", name)
+            return {"role": node.role, "content": None}
+        if node.media:
+            self.losses.add("pictures of turns that have tokens alone", name, len(node.media))
+        placed = np.zeros(len(node), bool)
+        for item in node.media:
+            for offset, length in item.spans:
+                placed[offset : offset + length] = True
+        return {"role": node.role, "content": self.decode(node.token_ids[~placed].tolist())}
+
+    def _images(self, session: Session, node: Node, name: str) -> Iterator[Image]:
+        for kept in node.metadata.get(words.IMAGES, ()):
+            self.images += 1
+            data = kept.get("data")
+            if data is None:
+                item = next((item for item in node.media if item.identity == kept["identity"]), None)
+                features = None if item is None else self.store.get_features(item)
+                data = None if features is None or FILE not in features else bytes(features[FILE])
+            if data is None:
+                self.losses.add("pictures that are no longer kept", name)
+            yield Image(b"" if data is None else data, kept["mime_type"])
+
+
+class _Nodes:
+    """The nodes of a session in commit order, but for the root; or the path of one and what is below it."""
+
+    def __init__(self, session: Session, at: Node | None) -> None:
+        self._session = session
+        self._at = at
+        self._path: Sequence[Node] = () if at is None else at.path()[1:]
+        self._keys = Counter(node.key for node in self)
+
+    def __iter__(self) -> Iterator[Node]:
+        if self._at is None:
+            yield from self._session.descendants(self._session.root, "commit")
+            return
+        yield from self._path  # the root's is empty
+        yield from self._session.descendants(self._at, "commit")
+
+    def name(self, node: Node) -> str:
+        """What its turn is called: the key it was imported or committed under where only it has that, else its own id."""
+        return node.key if node.key and self._keys[node.key] == 1 else node.id.hex()
+
+    def __contains__(self, node: Node) -> bool:
+        at = self._at
+        return at is None or node in self._path or (node.depth > at.depth and node.ancestor(at.depth) == at)

@@ -1,0 +1,606 @@
+"""Conversations into stores and out of them, whatever the format: order, losses, resuming, templates, pictures, plug-ins."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from qwen_reference import IMAGE_PAD, VISION_END, VISION_START, tokenizer
+
+from sessiontree import InterchangeError, LimitExceeded, MediaItem, SessionExists, SessionStore, UnknownFormat, Unsupported
+from sessiontree.interchange import (
+    ChatTemplate,
+    Conversation,
+    Format,
+    Image,
+    Losses,
+    SourceFile,
+    Turn,
+    append_messages,
+    export_file,
+    format_named,
+    formats,
+    import_file,
+    message_of,
+)
+from sessiontree.interchange import source as sources
+from sessiontree.positions import scheme
+from tests.command_line import json_of, run, text_of
+
+QWEN2_VL = scheme("qwen2_vl@hf5", spatial_merge_size=2, image_token_id=IMAGE_PAD, video_token_id=IMAGE_PAD + 1)
+
+
+def of_turns(*turns: Turn, name: str = "talk", **rest: Any) -> Format:
+    """A format whose every file says just these turns."""
+
+    def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
+        yield Conversation(id=name, turns=iter(turns), **rest)
+
+    return Format("fixed", "what a test says", ".txt", read)
+
+
+def said(turn_id: str, parent: str | None, text: str = "") -> Turn:
+    return Turn(id=turn_id, parent=parent, message={"role": "user", "content": text or turn_id})
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "talk.txt"
+    path.write_text("something")
+    return path
+
+
+def parents(store: SessionStore, session_id: str = "talk") -> dict[str | None, str | None]:
+    session = store.get(session_id)
+    nodes = session.descendants(session.root)
+    return {node.key: None if node.parent is None else node.parent.key for node in nodes}
+
+
+def jsonl(path: Path, rows: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# --- order --------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_turns_in_any_order_make_the_same_tree(data: st.DataObject) -> None:
+    """Every turn comes behind its parent, whatever came first; the same nodes, the same ids."""
+    count = data.draw(st.integers(1, 12))
+    turns = [said(str(at), None if at == 0 else str(data.draw(st.integers(0, at - 1)))) for at in range(count)]
+    shuffled = data.draw(st.permutations(turns))
+    stores = [SessionStore.in_memory(), SessionStore.in_memory()]
+    path = Path(__file__)
+    for store, order in zip(stores, (turns, shuffled), strict=True):
+        report = import_file(store, path, of_turns(*order))
+        assert (report.turns, report.new_nodes, report.faults) == (count, count, ())
+    one, two = (store.get("talk") for store in stores)
+    assert parents(stores[1]) == {turn.id: turn.parent for turn in turns}
+    assert {node.id for node in one.descendants(one.root)} == {node.id for node in two.descendants(two.root)}
+
+
+def test_a_parent_that_never_comes_and_one_that_is_its_own_end_the_import(file: Path) -> None:
+    """Nothing of such a conversation stays; salvaged, each is counted and every turn is there once."""
+    first = said("a", None)
+    for what, turns in {
+        "no such parent": (first, said("b", "nobody"), said("c", "b")),
+        "its parents lead back to itself": (first, said("b", "d"), said("c", "b"), said("d", "c")),
+    }.items():
+        store = SessionStore.in_memory()
+        with pytest.raises(InterchangeError, match=what) as caught:
+            import_file(store, file, of_turns(*turns))
+        assert (caught.value.path, caught.value.place) == ("talk.txt", "'b'")
+        assert store.sessions() == ()
+        report = import_file(store, file, of_turns(*turns), salvage=True)
+        assert [(loss.what, loss.count, loss.first) for loss in report.faults] == [(what, 1, "'b'")]
+        assert set(parents(store)) == {turn.id for turn in turns}
+        assert parents(store)["b"] is None and parents(store)["c"] == "b"
+
+
+def test_a_second_turn_of_the_same_id_is_a_fault(file: Path) -> None:
+    turns = (said("a", None), said("b", "a"), said("b", None, "another"))
+    with pytest.raises(InterchangeError, match="a second turn with the same id"):
+        import_file(SessionStore.in_memory(), file, of_turns(*turns))
+    store = SessionStore.in_memory()
+    assert import_file(store, file, of_turns(*turns), salvage=True).new_nodes == 2
+    assert parents(store)["b"] == "a"
+
+
+def test_ids_that_are_no_text_are_faults(file: Path) -> None:
+    for form in (of_turns(said("\ud800", None)), of_turns(said("a", None), name="\ud800")):
+        with pytest.raises(InterchangeError, match="is no text"):
+            import_file(SessionStore.in_memory(), file, form)
+        assert import_file(SessionStore.in_memory(), file, form, salvage=True).new_nodes == 0
+
+
+def test_a_failure_in_the_middle_leaves_the_conversations_before_it(tmp_path: Path) -> None:
+    """And of a session that was there before, its heads as they were."""
+    good = {"messages": [{"role": "user", "content": "hello"}]}
+    path = jsonl(tmp_path / "a.jsonl", [good, {"messages": [{"role": "user", "content": "hello"}, {"content": 1}]}, good])
+    store = SessionStore.in_memory()
+    with pytest.raises(InterchangeError, match=r"a\.jsonl, line 2, messages\[1\]: its role is to be text: it is null"):
+        import_file(store, path, "openai")
+    assert store.sessions() == ("a-1",)
+    jsonl(path, [{"messages": [*good["messages"], {"role": "assistant", "content": "hi"}, 7]}])
+    tip = store.get("a-1").heads["main"]
+    with pytest.raises(InterchangeError):
+        import_file(store, path, "openai")
+    assert store.get("a-1").heads["main"] == tip
+    assert import_file(store, path, "openai", salvage=True).new_nodes == 0, "the turn before it is there, beside the heads"
+    assert message_of(store.get("a-1").heads["main"]) == {"role": "assistant", "content": "hi"}
+
+
+# --- again, and after a kill ----------------------------------------------------------------------------------------------------
+
+
+def conversations(count: int, turns: int = 4) -> list[Any]:
+    roles = ("user", "assistant")
+    return [{"messages": [{"role": roles[at % 2], "content": f"{row} {at}"} for at in range(turns)]} for row in range(count)]
+
+
+def test_a_second_import_changes_nothing_and_a_grown_file_adds_what_is_new(tmp_path: Path) -> None:
+    rows = conversations(5)
+    path = jsonl(tmp_path / "a.jsonl", rows)
+    with SessionStore.open(tmp_path / "store") as store:
+        assert import_file(store, path, "openai").added == 5
+        again = import_file(store, path, "openai")
+        assert (again.known, again.turns, again.new_nodes) == (5, 0, 0)
+        rows[2]["messages"].append({"role": "user", "content": "more"})
+        grown = import_file(store, jsonl(path, rows), "openai")
+        assert (grown.known, grown.grown, grown.new_nodes) == (4, 1, 1)
+        assert message_of(store.get("a-3").heads["main"]) == {"role": "user", "content": "more"}
+
+
+def test_a_head_that_somebody_moved_stays(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", rows := conversations(1))
+    store = SessionStore.in_memory()
+    import_file(store, path, "openai")
+    session = store.get("a-1")
+    mine = append_messages(store, session, session.root, [{"role": "user", "content": "mine"}])
+    session.set_head("main", mine)
+    rows[0]["messages"].append({"role": "user", "content": "more"})
+    assert import_file(store, jsonl(path, rows), "openai").heads_kept == 1
+    assert session.heads["main"] == mine
+
+
+def test_an_import_that_was_killed_goes_on(tmp_path: Path) -> None:
+    """SIGKILL at three places of the file; the store ends up as if nothing had happened, and what was done is passed over."""
+    path = jsonl(tmp_path / "a.jsonl", conversations(150, 6))
+    script = textwrap.dedent(
+        """
+        import os, signal, sys
+        from sessiontree import SessionStore
+        from sessiontree.interchange import import_file
+        def progress(done, total):
+            if done > total * float(sys.argv[3]):
+                os.kill(os.getpid(), signal.SIGKILL)
+        with SessionStore.open(sys.argv[1], durability="commit") as store:
+            import_file(store, sys.argv[2], "openai", progress=progress)
+        """
+    )
+    for share in ("0.2", "0.5", "0.9"):
+        found = subprocess.run([sys.executable, "-c", script, str(tmp_path / "store"), str(path), share], check=False)
+        assert found.returncode == -signal.SIGKILL
+    with SessionStore.open(tmp_path / "store") as store, SessionStore.open(tmp_path / "whole") as whole:
+        report = import_file(store, path, "openai")
+        assert report.known >= 130 and report.added >= 1
+        import_file(whole, path, "openai")
+        assert sorted(store.sessions()) == sorted(whole.sessions())
+        for name in whole.sessions():
+            assert store.get(name).heads["main"] == whole.get(name).heads["main"]
+            assert len(store.get(name).tree) == len(whole.get(name).tree)
+
+
+def test_another_session_of_that_id_is_left_alone(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", conversations(1))
+    store = SessionStore.in_memory()
+    store.create("a-1", scheme="text@hf5", namespace="other")
+    with pytest.raises(SessionExists):
+        import_file(store, path, "openai")
+    assert import_file(store, path, "openai", prefix="mine/").session_ids == ("mine/a-1",)
+
+
+MEMORY = """
+import resource, sys
+from sessiontree import SessionStore
+from sessiontree.interchange import import_file
+with SessionStore.open(sys.argv[1]) as store:
+    import_file(store, sys.argv[2], "openai")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.soak
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    """Of a file of 800 MB, the most that the process ever holds is what it holds for one of 200 MB."""
+    most = []
+    for size in (200, 800):
+        path = tmp_path / f"{size}.jsonl"
+        row = json.dumps({"messages": [{"role": "user", "content": "word " * 2000} for _ in range(10)]}) + "\n"
+        with path.open("w") as file:
+            for _ in range(size * 10**6 // len(row)):
+                file.write(row)
+        found = subprocess.run(
+            [sys.executable, "-c", MEMORY, str(tmp_path / f"store{size}"), str(path)], check=True, capture_output=True, text=True
+        )
+        most.append(int(found.stdout))
+    assert most[1] < 1.3 * most[0]
+
+
+# --- pictures -----------------------------------------------------------------------------------------------------------------
+
+
+def picture(data: bytes, mime_type: str = "image/png") -> Image:
+    return Image(data, mime_type)
+
+
+def test_a_picture_is_kept_once_and_found_again(file: Path, tmp_path: Path) -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image", "image": 0}]}
+    turns = [Turn(id=str(at), message=message, images=(picture(b"P" * 100_000),)) for at in range(20)]
+    with SessionStore.open(tmp_path / "store") as store:
+        report = import_file(store, file, of_turns(*turns))
+        assert (report.images, report.tokens) == (20, 20)
+        session = store.get("talk")
+        (item,) = session.heads["main"].media
+        assert item.modality == "image" and item.spans == ((0, 1),)
+        assert len({node.media[0].identity for node in session.descendants(session.root)}) == 1
+        stored = sum(each.stat().st_size for each in (tmp_path / "store").rglob("*") if each.is_file() and each.name != "LOCK")
+        held = sum(each.stat().st_blocks * 512 for each in (tmp_path / "store").rglob("blobs/**/*") if each.is_file())
+        assert 100_000 < held < 200_000 <= stored or held < 200_000
+        export_file(store, tmp_path / "out.jsonl", "openai")
+        store.gc()
+    with SessionStore.open(tmp_path / "store") as store:
+        export_file(store, tmp_path / "again.jsonl", "openai")
+        (line,) = (tmp_path / "out.jsonl").read_text().splitlines()
+        assert line.count("data:image/png;base64,UFBQ") == 20
+        assert (tmp_path / "again.jsonl").read_text() == line + "\n"
+
+
+def test_a_picture_that_is_gone_is_counted(file: Path, tmp_path: Path) -> None:
+    store = SessionStore.in_memory()
+    turn = Turn(message={"role": "user", "content": [{"type": "image", "image": 0}]}, images=(picture(b"P"),))
+    import_file(store, file, of_turns(turn))
+    store.drop_features(store.get("talk").heads["main"].media[0])
+    report = export_file(store, tmp_path / "out.jsonl", "openai")
+    assert [(loss.what, loss.count) for loss in report.lost] == [("pictures that are no longer kept", 1)]
+
+
+def test_pictures_of_turns_with_tokens_of_their_own_stay_with_the_words(file: Path, tmp_path: Path) -> None:
+    message = {"role": "user", "content": [{"type": "image", "image": 0}]}
+    store = SessionStore.in_memory()
+    import_file(store, file, of_turns(Turn(message=message, images=(picture(b"P"),), token_ids=[1, 2])))
+    export_file(store, tmp_path / "out.jsonl", "openai")
+    assert "base64,UA==" in (tmp_path / "out.jsonl").read_text()
+
+
+# --- tokens -------------------------------------------------------------------------------------------------------------------
+
+
+def chatml(messages: Sequence[Any], tools: Sequence[Any]) -> list[int]:
+    """As Qwen2.5's template: a system message of its own, tool results that follow each other in one block of the user's."""
+    text = "" if messages and messages[0]["role"] == "system" else "<|im_start|>system\nYou are Qwen.<|im_end|>\n"
+    for at, message in enumerate(messages):
+        content = message["content"]
+        pieces = [content] if isinstance(content, str) else content or []
+        words = "".join(
+            "<|vision_start|>\N{OBJECT REPLACEMENT CHARACTER}<|vision_end|>"
+            if isinstance(piece, dict) and piece["type"] == "image"
+            else piece
+            if isinstance(piece, str)
+            else piece["text"]
+            for piece in pieces
+        )
+        if message["role"] == "tool":
+            begun = at and messages[at - 1]["role"] == "tool"
+            goes_on = at + 1 < len(messages) and messages[at + 1]["role"] == "tool"
+            text += ("" if begun else "<|im_start|>user") + f"\n<tool_response>\n{words}\n</tool_response>"
+            text += "" if goes_on else "<|im_end|>\n"
+        else:
+            text += f"<|im_start|>{message['role']}\n{words}<|im_end|>\n"
+    ids: list[int] = []
+    for number, piece in enumerate(text.split("<|vision_start|>\N{OBJECT REPLACEMENT CHARACTER}<|vision_end|>")):
+        ids += [VISION_START, IMAGE_PAD, VISION_END] if number else []
+        ids += map(ord, piece)
+    return ids
+
+
+def placed(image: Image) -> tuple[MediaItem, Any]:
+    side = 2 * len(image.data)
+    item = MediaItem("image", image.data.ljust(32, b"\0"), (), grid_thw=(1, side, side))
+    return item, {"pixel_values": np.zeros((side * side, 4), np.float32)}
+
+
+TEMPLATE = ChatTemplate(chatml, image_token_id=IMAGE_PAD, place=placed)
+ROLES = st.sampled_from(["user", "assistant", "tool"])
+
+
+@given(st.data())
+def test_tokens_of_every_path_are_what_the_template_writes_for_the_whole(data: st.DataObject) -> None:
+    """Random trees, tool results in runs, pictures: turn by turn is the same as all at once, position by position."""
+    count = data.draw(st.integers(1, 10))
+    turns: list[Turn] = []
+    for at in range(count):
+        parent = None if at == 0 else str(data.draw(st.integers(max(0, at - 3), at - 1)))
+        role = data.draw(ROLES) if at else data.draw(st.sampled_from(["system", "user"]))
+        images = tuple(picture(b"x" * data.draw(st.integers(1, 3))) for _ in range(data.draw(st.integers(0, 2)))) * (role == "user")
+        parts = [{"type": "text", "text": f"say {at}"}, *({"type": "image", "image": n} for n in range(len(images)))]
+        turns.append(Turn(id=str(at), parent=parent, message={"role": role, "content": parts}, images=images))
+    store = SessionStore.in_memory()
+    report = import_file(store, Path(__file__), of_turns(*turns), template=TEMPLATE, scheme=QWEN2_VL)
+    by_id = {turn.id: turn for turn in turns}
+    followed = Counter(turn.parent for turn in turns)
+    otherwise = 0
+    for leaf in store.get("talk").leaves():
+        path = [by_id[node.key] for node in leaf.path()[1:]]
+        expected: list[int] = []
+        sizes = iter([len(image.data) ** 2 for turn in path for image in turn.images])
+        for token in chatml([as_shown(turn) for turn in path], ()):
+            expected += [token] * (next(sizes) if token == IMAGE_PAD else 1)
+        # Behind a tool result, a block is closed or goes on, as what came next in the file had it; a branch there finds it so.
+        cut = any(
+            role_of(one) == "tool"
+            and (followed[one.id] > 1 or (role_of(two) == "tool" and int(two.id or 0) != int(one.id or 0) + 1))
+            for one, two in itertools.pairwise(path)
+        )
+        same = leaf.input_ids().tolist() == expected
+        assert same or cut
+        otherwise += not same
+    lost = {loss.what: loss.count for loss in report.lost}
+    assert sum(lost.values()) == otherwise, "and a branch that is not is counted"
+
+
+def role_of(turn: Turn) -> Any:
+    return (turn.message or {})["role"]
+
+
+def as_shown(turn: Turn) -> Any:
+    message = dict(turn.message or {})
+    return message | {"content": [{"type": "image"} if part["type"] == "image" else part for part in message["content"]]}
+
+
+def test_a_template_of_transformers_writes_what_it_writes_for_the_whole(tmp_path: Path) -> None:
+    """A tokenizer with a real template that strips earlier reasoning: tokens stay as they were written, and that is counted."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = {"[UNK]": 0, **{chr(at): at for at in range(33, 127)}}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    fast.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>"
+        "{% if m.reasoning_content and loop.last %}({{ m.reasoning_content }}){% endif %}{{ m.content }}{% endfor %}"
+    )
+    rows = [
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b", "reasoning_content": "hm"},
+            {"role": "user", "content": "c"},
+        ],
+    ]
+    store = SessionStore.in_memory()
+    report = import_file(store, jsonl(tmp_path / "a.jsonl", rows), "openai", template=fast)
+    texts = ["".join(map(chr, store.get(name).heads["main"].input_ids())) for name in ("a-1", "a-2")]
+    assert texts == ["<user>a<assistant>b<user>c", "<user>a<assistant>(hm)b<user>c"]
+    assert [(loss.what, loss.count) for loss in report.lost] == [
+        ("branches that the template writes otherwise when it is asked for the whole", 1)
+    ]
+
+
+def test_a_template_that_refuses_ends_the_import_or_is_counted(tmp_path: Path) -> None:
+    """But for a system message, which some write only with what follows it: that gets the tokens of both."""
+
+    def strict(messages: Sequence[Any], tools: Sequence[Any]) -> list[int]:
+        if not any(message["role"] == "user" for message in messages):
+            raise ValueError("no user")
+        return [ord(letter) for message in messages for letter in message["content"]]
+
+    store = SessionStore.in_memory()
+    rows = [[{"role": "system", "content": "S"}, {"role": "user", "content": "U"}], [{"role": "assistant", "content": "A"}]]
+    path = jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(InterchangeError, match=r"line 2.*the template cannot write it: .* 1 messages: ValueError: no user"):
+        import_file(store, path, "openai", template=strict)
+    assert store.sessions() == ("a-1",)
+    system, user = store.get("a-1").heads["main"].path()[1:]
+    assert (system.token_ids.tolist(), user.token_ids.tolist()) == ([], [ord("S"), ord("U")])
+    assert import_file(store, path, "openai", template=strict, salvage=True).faults[0].count == 1
+    assert message_of(store.get("a-2").heads["main"]) == {"role": "assistant", "content": "A"}
+
+
+def test_pictures_without_a_place_are_refused_by_name(file: Path) -> None:
+    message = {"role": "user", "content": [{"type": "image", "image": 0}]}
+    with pytest.raises(InterchangeError, match="a picture has no tokens"):
+        import_file(SessionStore.in_memory(), file, of_turns(Turn(message=message, images=(picture(b"P"),))), template=chatml)
+
+
+def test_tokens_that_a_file_has_are_never_made_again(file: Path) -> None:
+    turns = (
+        Turn(message={"role": "user", "content": "x"}, token_ids=[5, 6]),
+        Turn(
+            message={"role": "assistant", "content": "y"},
+            token_ids=[7, 8, 9],
+            generated=True,
+            finish_reason="error",
+            annotations={"logprobs": np.array([-1.0, -2.0, -3.0], np.float32), "reward": 1.0},
+        ),
+    )
+    store = SessionStore.in_memory()
+    import_file(store, file, of_turns(*turns), template=chatml)
+    session = store.get("talk")
+    reply = session.heads["main"]
+    assert reply.input_ids().tolist() == [5, 6, 7, 8, 9]
+    assert (reply.origin, reply.finish_reason, reply.metadata["finish_reason"]) == ("generated", "interrupted", "error")
+    assert session.token_values(reply, "logprobs", 2, 5).values.tolist() == [-1.0, -2.0, -3.0]
+    assert session.annotation(reply, "reward") == 1.0
+
+
+# --- what a session was never imported of ---------------------------------------------------------------------------------------
+
+
+def test_turns_that_have_tokens_alone_need_a_decoder(tmp_path: Path) -> None:
+    store = SessionStore.in_memory()
+    session = store.create("a", scheme="text@hf5")
+    with session.draft(session.append(session.root, [104, 105], role="user")) as draft:
+        draft.extend([111, 107])
+        draft.commit("stop")
+    report = export_file(store, tmp_path / "a.jsonl", "openai")
+    assert [loss.count for loss in report.lost] == [2]
+    export_file(store, tmp_path / "b.jsonl", "openai", decode=lambda ids: "".join(map(chr, ids)))
+    (line,) = (tmp_path / "b.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]}
+
+
+def test_messages_go_on_behind_any_node_and_only_a_branch_is_written(tmp_path: Path) -> None:
+    store = SessionStore.in_memory()
+    import_file(store, jsonl(tmp_path / "a.jsonl", conversations(1, 6)), "openai")
+    session = store.get("a-1")
+    third = session.heads["main"].ancestor(3)
+    more = [{"role": "user", "content": "other"}, {"role": "assistant", "content": "way"}]
+    tip = append_messages(store, session, third, more)
+    assert tip == append_messages(store, session, third.id, more), "once"
+    export_file(store, tmp_path / "all.jsonl", "openai")
+    assert len((tmp_path / "all.jsonl").read_text().splitlines()) == 2
+    export_file(store, tmp_path / "one.jsonl", "openai", at=("a-1", tip))
+    (line,) = (tmp_path / "one.jsonl").read_text().splitlines()
+    assert json.loads(line)["messages"][3:] == more
+    with pytest.raises(InterchangeError, match=r"messages\[0\]: a message is to be a mapping: it is text"):
+        append_messages(store, session, tip, ["hello"])  # type: ignore[list-item]
+
+
+# --- files and formats ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    def write(found: Any, path: Path, losses: Losses) -> None:
+        path.write_text("half")
+        raise OSError("the disk is full")
+
+    store = SessionStore.in_memory()
+    store.create("a", scheme="text@hf5")
+    with pytest.raises(OSError, match="full"):
+        export_file(store, tmp_path / "out.x", Format("x", "", ".x", None, write))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "out.x").write_text("mine")
+    with pytest.raises(Unsupported, match="there already"):
+        export_file(store, tmp_path / "out.x", "openai")
+    export_file(store, tmp_path / "out.x", "openai", overwrite=True)
+    assert json.loads((tmp_path / "out.x").read_text()) == {"messages": []}
+
+
+def test_formats_that_hold_one_conversation_make_a_folder_and_read_one(tmp_path: Path) -> None:
+    def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
+        yield Conversation(id=file.path.read_text(), turns=[said("a", None)])
+
+    def write(found: Any, path: Path, losses: Losses) -> None:
+        (conversation,) = found
+        list(conversation.turns)
+        path.write_text(conversation.id)
+
+    form = Format("one", "", ".one", read, write, single=True)
+    store, other = SessionStore.in_memory(), SessionStore.in_memory()
+    for name in ("x/..", "y", "z"):
+        append_messages(store, (session := store.create(name, scheme="text@hf5")), session.root, [{"role": "user", "content": "a"}])
+    report = export_file(store, tmp_path / "out", form)
+    assert sorted(os.listdir(tmp_path / "out")) == ["x%2F...one", "y.one", "z.one"] and len(report.files) == 3
+    assert import_file(other, tmp_path / "out", form).session_ids == ("x/..", "y", "z")
+    assert import_file(other, tmp_path / "out", form).known == 3, "their files are as they were"
+
+
+def test_names_of_formats(tmp_path: Path) -> None:
+    assert {"openai", "chatgpt", "pi", "claude-code", "verifiers", "atif", "sharegpt", "langgraph", "sglang"} <= set(formats())
+    with pytest.raises(UnknownFormat, match="no format is called 'nope'; there are atif, chatgpt"):
+        format_named("nope")
+    with pytest.raises(UnknownFormat, match="is written, not read"):
+        import_file(SessionStore.in_memory(), tmp_path, Format("x", "", ".x", None, lambda *_: None))
+    with pytest.raises(InterchangeError, match="there is no file"):
+        import_file(SessionStore.in_memory(), tmp_path / "nothing", "openai")
+    with pytest.raises(InterchangeError, match=r"no file in .* ends in \.jsonl"):
+        import_file(SessionStore.in_memory(), tmp_path, "openai")
+
+
+def test_a_package_adds_a_format(tmp_path: Path) -> None:
+    """An installed distribution, as an importer finds it: two files of metadata, and a module."""
+    (tmp_path / "shouting.py").write_text(
+        "from sessiontree.interchange import Conversation, Format, Turn\n"
+        "def read(file, losses):\n"
+        "    lines = file.path.read_text().splitlines()\n"
+        "    yield Conversation(id=file.stem, turns=(Turn(message={'role': 'user', 'content': line}) for line in lines))\n"
+        "FORMAT = Format('shouting', 'lines', '.txt', read)\n"
+    )
+    found = tmp_path / "shouting-1.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: shouting\nVersion: 1\n")
+    (found / "entry_points.txt").write_text("[sessiontree.formats]\nshouting = shouting:FORMAT\n")
+    (tmp_path / "talk.txt").write_text("A\nB\n")
+    command = [sys.executable, "-m", "sessiontree", "import", "store", "talk.txt", "--format", "shouting", "--json"]
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["new_nodes"] == 2
+
+
+def test_lines_that_are_no_json_name_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"messages": []}\r\n\r\n[]\r\n{"messages": [')
+    with pytest.raises(InterchangeError, match=r"a\.jsonl, line 4: no JSON"):
+        import_file(SessionStore.in_memory(), path, "openai")
+    store = SessionStore.in_memory()
+    report = import_file(store, path, "openai", salvage=True)
+    assert store.sessions() == ("a-1", "a-3") and [loss.first for loss in report.faults] == ["line 4"]
+    path.write_text("[" * 100_000)
+    with pytest.raises(InterchangeError, match="line 1: no JSON"):
+        import_file(SessionStore.in_memory(), path, "openai")
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 1000)
+    with pytest.raises(LimitExceeded, match="line 1: longer than 1000 bytes"):
+        import_file(SessionStore.in_memory(), path, "openai")
+
+
+# --- the command line -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_goes_in_and_a_branch_comes_out_on_the_command_line(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "talk.jsonl", conversations(2, 6))
+    store = tmp_path / "chats"
+    report = json_of("import", store, path, "--format", "openai")
+    assert (report["added"], report["new_nodes"], report["session_ids"]) == (2, 12, ["talk-1", "talk-2"])
+    assert "known" in text_of("import", store, path, "--format", "openai")
+    assert "'0 5'" in text_of("log", store, "talk-1")
+    third = json_of("log", store, "talk-1")["nodes"][-5]["id"]
+    assert "goes on from talk-1" in text_of("fork", store, f"talk-1/{third}", "other")
+    out = tmp_path / "branch.jsonl"
+    assert "written to" in text_of("export", store, out, "other", "--format", "openai")
+    (line,) = out.read_text().splitlines()
+    assert [message["content"] for message in json.loads(line)["messages"]] == ["0 0", "0 1", "0 2", "0 3"]
+    assert run("export", store, out, "--format", "openai").exit_code == 2
+    assert json_of("export", store, out, "--format", "openai", "--force")["sessions"] == 3
+    assert run("export", store, tmp_path / "x", "--format", "nope").exit_code == 2
+
+
+def test_what_cannot_be_read_is_named_on_the_command_line(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "talk.jsonl", [*conversations(1), {"messages": 7}])
+    failed = run("import", tmp_path / "chats", path, "--format", "openai")
+    assert failed.exit_code == 5
+    assert "talk.jsonl, line 2: messages is to be a list" in failed.stderr and "--salvage" in failed.stderr
+    assert "not read: messages is to be a list" in text_of("import", tmp_path / "chats", path, "--format", "openai", "--salvage")
+
+
+def test_messages_become_tokens_on_the_command_line(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "talk.jsonl", [[{"role": "user", "content": "hi <|im_end|>"}]])
+    text_of("import", tmp_path / "chats", path, "--format", "openai", "--tokenizer", "qwen")
+    with SessionStore.open(tmp_path / "chats") as store:
+        ids = store.get("talk-1").heads["main"].input_ids().tolist()
+    assert tokenizer().decode(ids) == "<|im_start|>user\nhi <|im_end|><|im_end|>\n"
+    assert ids.count(151645) == 1, "what is said never ends the turn"

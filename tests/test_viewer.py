@@ -337,6 +337,36 @@ def test_only_what_is_new_is_told(tmp_path: Path) -> None:
                 live.chunk("chat", 1)
 
 
+def test_what_is_said_of_nodes_is_followed(tmp_path: Path) -> None:
+    """Said anew of the same tokens too; and of the path that a fork shares."""
+    with SessionStore.open(tmp_path / "chats", durability="commit") as writer:
+        session = writer.create("chat", scheme="text@hf5")
+        node = session.append(session.root, [1, 2])
+        fork = writer.fork(session, node, "fork")
+        fork.append(node, [3])
+        with SessionStore.open(tmp_path / "chats", read_only=True) as follower:
+            live = Live(follower, None, None)
+
+            def values(session_id: str, known: str | None) -> tuple[list[Any], list[Any], str | None]:
+                data = live.tree(session_id, known or "")
+                facts = taken_apart(live.tree(session_id, "") or b"")
+                columns = [each["values"] for each in facts["annotations"]]
+                chunk = taken_apart(live.chunk(session_id, 0))
+                arrays = [chunk["read"][at].tolist() for each in chunk["nodes"][1]["annotations"] for at in each["values"]]
+                return columns, arrays, None if data is None else facts["mark"]
+
+            marks: dict[str, str | None] = {}
+            for value in (1.0, 3.0, 3.0, 2.0):
+                changed = value != 3.0 or marks.get("value") != "3.0"
+                session.annotate(node, {"logprobs": np.full(2, value)})
+                for name in ("chat", "fork"):
+                    columns, arrays, mark = values(name, marks.get(name))
+                    assert columns == [[value]] and arrays == [[value, value]]
+                    assert (mark is not None) == changed
+                    marks[name] = mark or marks[name]
+                marks["value"] = str(value)
+
+
 # --- the server -------------------------------------------------------------------------------------------------------
 @contextmanager
 def served(store: SessionStore) -> Iterator[Server]:

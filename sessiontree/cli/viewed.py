@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from sessiontree.annotated import annotated
-from sessiontree.annotations import Annotation, OfTokens, Ragged, Spans, TokenValues
+from sessiontree.annotations import Annotation, OfTokens, Ragged, Spans, TokenValues, same
 from sessiontree.cli.facts import Marks, annotation_facts, held, namespace_facts, node_facts, number
 from sessiontree.cli.output import plain
 from sessiontree.cli.shape import Shape
@@ -39,6 +39,7 @@ from sessiontree.viewer.runs import run_facts
 
 CHUNK: Final = 256  # nodes
 MAX_LABEL: Final = 80  # characters of a node's text that its card may show
+MAX_PLACEHOLDERS: Final = 8192  # tokens that are looked at for it where there are media
 MAX_IDS: Final = 12  # of them where there is no text
 MAX_COLUMNS: Final = 32  # names of metadata that nodes can be coloured by, those that most of them have
 MAX_VALUE: Final = 60  # characters of such names and values
@@ -72,7 +73,12 @@ class Viewed:
         self._rows: list[Row] = []
         self._ids = np.zeros((0, ID_BYTES), np.uint8)
         self._parents: list[int] = []
-        self._epoch = secrets.token_hex(4)  # of the same ordinals for the same nodes
+        self._epoch = ""  # of the same ordinals for the same nodes
+        self._version = -1  # of what was said of nodes
+        self._said: dict[int, dict[str, Annotation]] = {}  # by ordinal
+        self._unread = 0  # of how many nodes that could not be read
+        self._changes = 0  # of what is said
+        self._stamp: Any = None
         self._items: dict[str, tuple[Node, MediaItem]] = {}
         self.refresh()
 
@@ -81,18 +87,46 @@ class Viewed:
         shape = Shape(self.session._tree)
         ids, parents = shape.ids, shape.parents
         known = len(self._rows)
-        if len(ids) < known or not np.array_equal(ids[:known], self._ids) or parents[:known] != self._parents:
+        goes_on = len(ids) >= known > 0 and np.array_equal(ids[:known], self._ids) and parents[:known] == self._parents
+        if not goes_on:
             known, self._rows, self._nodes, self._epoch = 0, [], [], secrets.token_hex(4)
         for read in self._read(shape, known, len(parents)):
             self._rows.append(self._row(read))
             if self._keeps:
                 self._nodes.append(read)
         self._shape, self._ids, self._parents = shape, ids, parents
-        self._marks = Marks(self.session, shape)
-        unread: list[bytes] = []
-        self._said = {at: values for at, _, values in annotated(self.session._tree, unread=unread)}
-        self._changing = self._changing_facts(len(unread))
-        self.mark = f"{self._epoch}.{len(self._rows)}.{_digest(self._changing)}"
+        said_anew = self._read_said(shape, anew=not goes_on)
+        names = tuple((name, at, bool(head.uncertain)) for name, at, head in self._heads())
+        stamp = self._epoch, len(self._rows), names, frozenset(self.session.pins)
+        if said_anew or stamp != self._stamp:
+            self._stamp = stamp
+            self._marks = Marks(self.session, shape)
+            self._changing = self._changing_facts()
+            self.mark = f"{self._epoch}.{len(self._rows)}.{_digest(self._changing)}"
+
+    def _heads(self) -> Iterator[tuple[str, int, Any]]:
+        heads = self.session._tree._heads
+        return ((name, at, heads[name]) for name, at in self._shape.ordinals_of_heads().items())
+
+    def _read_said(self, shape: Shape, *, anew: bool) -> bool:
+        """Read what was said of nodes since the last time, or ``anew`` all of it; whether that is anything else than before.
+
+        What a session in a store says has versions that only grow. A fork also sees what is said of the path it shares.
+        """
+        tree, index = self.session._tree, shape._layers[0][0]
+        version, self._version = self._version, tree._said
+        if anew or index.tip is not None or not isinstance(index, StoredIndex):
+            unread: list[bytes] = []
+            said = {at: values for at, _, values in annotated(tree, unread=unread)}
+            changed = len(unread) != self._unread or not _same(said, self._said)
+            self._said, self._unread = said, len(unread)
+        else:
+            changed = tree._said != version
+            for at in index.source.annotated_ordinals(version).tolist() if changed else ():
+                if at < len(self._rows) and (at == 0 or shape.parents[at] >= 0):
+                    self._said[at] = tree._read_said([shape.node(at)], None)[0]
+        self._changes += changed
+        return changed
 
     def _read(self, shape: Shape, first: int, stop: int) -> Iterator[Node | CorruptTree | None]:
         """Nodes by their ordinals; why one cannot be read; None for one that is gone or leads nowhere.
@@ -137,7 +171,8 @@ class Viewed:
                 return message[:MAX_LABEL]
             ids = node.input_ids(node.start, min(node.stop, node.start + MAX_IDS)).tolist()
             return " ".join(map(str, ids)) + (" …" if len(node) > MAX_IDS else "")
-        return self._words.between(node, node.start, min(node.stop, node.start + MAX_LABEL))[:MAX_LABEL]
+        most = MAX_PLACEHOLDERS if node.media else MAX_LABEL  # an item is told by how many tokens it has
+        return self._words.between(node, node.start, min(node.stop, node.start + most))[:MAX_LABEL]
 
     # The shape
 
@@ -170,10 +205,10 @@ class Viewed:
             }
         )
 
-    def _changing_facts(self, unread: int) -> dict[str, Any]:
+    def _changing_facts(self) -> dict[str, Any]:
         """What may be another the next time, though no node is."""
         session, shape = self.session, self._shape
-        heads, pins = session._tree._heads, session.pins
+        pins = session.pins
         found = [at for at in range(len(self._ids)) if self._ids[at].tobytes() in pins] if pins else []
         return {
             "session": {
@@ -188,10 +223,10 @@ class Viewed:
                 "reserve_output": session.reserve_output,
             },
             "words": self._words is not None,
-            "heads": [[name, at, bool(heads[name].uncertain)] for name, at in shape.ordinals_of_heads().items()],
+            "heads": [[name, at, bool(head.uncertain)] for name, at, head in self._heads()],
             "pins": found,
             "lost": shape.lost,
-            "unread_annotations": unread,
+            "unread_annotations": self._unread,
             "metadata": self._metadata(),
             "annotations": _columns(
                 (f"{name} ({how})" if how else name, at, value)
@@ -200,7 +235,7 @@ class Viewed:
                 for how, value in (_one_value(each),)
                 if value is not None
             ),
-            "said": _digest({str(at): sorted(map(repr, values.items())) for at, values in self._said.items()}),
+            "said": self._changes,
         }
 
     def _metadata(self) -> list[dict[str, Any]]:
@@ -307,6 +342,12 @@ def _message(node: Node) -> str:
         return text_of(message_of(node))
     except (ValueError, TypeError, AttributeError):  # metadata are anybody's
         return ""
+
+
+def _same(one: Mapping[int, Mapping[str, Annotation]], two: Mapping[int, Mapping[str, Annotation]]) -> bool:
+    return one.keys() == two.keys() and all(
+        one[at].keys() == two[at].keys() and all(same(value, two[at][name]) for name, value in one[at].items()) for at in one
+    )
 
 
 def _axes(count: int) -> list[str]:

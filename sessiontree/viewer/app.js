@@ -173,7 +173,7 @@ const App = (() => {
   // The first view: all of it if that can be read, else its beginning.
   function first() {
     drawing.fit();
-    if (drawing.scale < 0.42) {
+    if (drawing.scale < READABLE) {
       const { height } = drawing.bounds();
       drawing.scale = 0.62;
       drawing.x = -28 / drawing.scale;

@@ -119,7 +119,7 @@ function positionChart(parts, axes, theme, onPick) {
         if (i === 0) context.moveTo(x(start), y(values[0]));
         else context.lineTo(x(start + i), y(values[i]));
       }
-      if (count === 1) context.lineTo(x(start) + 0.5, y(values[0]));
+      if (count === 1) context.arc(x(start), y(values[0]), 2, 0, 7);
     } else {
       // Of each pixel the least and the greatest, so that no jump is missed.
       for (let from = 0; from < count; from += perPixel) {

@@ -3,6 +3,8 @@
 
 const CARD = { width: 208, height: 46, across: 238, down: 60 }; // of an item, and from one to the next
 
+const READABLE = 0.5; // the least scale at which cards have their words
+
 // Text with whatever is not seen, or turns other text around, spelled out.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202f\u205f-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]|[\u{e0000}-\u{e0fff}]/gu;
 const spelled = (text) => text.replace(HIDDEN, (each) => `\\u{${each.codePointAt(0).toString(16)}}`);
@@ -335,7 +337,7 @@ class Drawing {
 
   _drawCards(context, seen) {
     this._each(seen, (item, column, row) => this._drawCard(context, item, column, row));
-    if (this.scale >= 0.42) return;
+    if (this.scale >= READABLE) return;
     this._each(seen, (item) => {
       const node = this.layout.nodes[item];
       if (this.state.session.headsAt.has(node)) this._drawHead(context, node, (width, height) => [width - 14, -5]);
@@ -354,7 +356,12 @@ class Drawing {
     const radius = Math.min(9, 9 * scale);
     const chosen = state.chosen >= 0 && layout.itemOf[state.chosen] === item;
     const marked = state.marked >= 0 && layout.itemOf[state.marked] === item;
-    context.globalAlpha = state.matches !== null && !this._matches(item) ? 0.28 : 1;
+    if (state.matches !== null && !this._matches(item)) {
+      context.fillStyle = theme.ground; // lines are not seen through it
+      this._rounded(context, x, y, width, height, radius);
+      context.fill();
+      context.globalAlpha = 0.28;
+    }
     if (fold) {
       for (const shift of [6, 3]) {
         context.fillStyle = theme.stack;
@@ -401,7 +408,7 @@ class Drawing {
     const hidden = session.below[layout.lasts[item]];
     const children = session.numChildren[layout.lasts[item]];
     if (children > 0 && (state.collapsed.has(node) || item === state.hovered || chosen)) this._drawHandle(context, node, hidden, x + width, y + height / 2);
-    if (scale >= 0.42) this._drawWords(context, item, x, y, fold, error);
+    if (scale >= READABLE) this._drawWords(context, item, x, y, fold, error);
     else {
       context.font = `600 10px ${theme.font}`;
       context.textBaseline = "middle";
@@ -574,7 +581,9 @@ class Drawing {
       map.height = Math.round(size[1] * ratio);
       this._mapPicture = null;
     }
-    this._mapScale = [size[0] / width, size[1] / height];
+    this._mapScale = [Math.min(0.2, (size[0] - 8) / width), Math.min(0.2, (size[1] - 8) / height)];
+    this._mapCorner = [(size[0] - width * this._mapScale[0]) / 2, (size[1] - height * this._mapScale[1]) / 2];
+    const [left, top] = this._mapCorner;
     if (this._mapPicture === null) {
       this._mapPicture = document.createElement("canvas");
       this._mapPicture.width = map.width;
@@ -586,8 +595,8 @@ class Drawing {
       let last = -1;
       const seen = new Uint8Array(Math.ceil(size[0] + 1) * Math.ceil(size[1] + 1));
       for (let item = 0; item < layout.count; item++) {
-        const x = layout.columns[item] * CARD.across * sx;
-        const y = layout.rows[item] * CARD.down * sy;
+        const x = left + layout.columns[item] * CARD.across * sx;
+        const y = top + layout.rows[item] * CARD.down * sy;
         const pixel = Math.floor(y) * Math.ceil(size[0] + 1) + Math.floor(x);
         if (w <= 1 && h <= 1 && seen[pixel]) continue;
         seen[pixel] = 1;
@@ -603,7 +612,7 @@ class Drawing {
     context.globalAlpha = 1;
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     const [sx, sy] = this._mapScale;
-    const [x, y] = [this.x * sx, this.y * sy];
+    const [x, y] = [left + this.x * sx, top + this.y * sy];
     const [w, h] = [Math.max(4, (this.width / this.scale) * sx), Math.max(4, (this.height / this.scale) * sy)];
     context.fillStyle = theme.glass;
     context.strokeStyle = theme.accent;
@@ -615,8 +624,9 @@ class Drawing {
   // Have a place of the map in the middle.
   goToMap(px, py) {
     const [sx, sy] = this._mapScale;
-    this.x = px / sx - this.width / this.scale / 2;
-    this.y = py / sy - this.height / this.scale / 2;
+    const [left, top] = this._mapCorner;
+    this.x = (px - left) / sx - this.width / this.scale / 2;
+    this.y = (py - top) / sy - this.height / this.scale / 2;
     this._keepNear();
     this.ask();
   }

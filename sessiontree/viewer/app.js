@@ -21,6 +21,7 @@ const App = (() => {
     opened: new Set(),
     folds: true,
     fresh: new Map(),
+    values: null, // by node, of the annotation or metadata that it is coloured by
     tint: 0.07, // how much of its colour a card has all over
     fitted: true, // nobody has moved it since it was fitted
     follows: false,
@@ -103,6 +104,7 @@ const App = (() => {
     const reached = (node) => node === 0 || session.parents[node] >= 0;
     const legend = $("legend");
     state.colourOf = new Uint8Array(session.count);
+    state.values = by.startsWith("column ") ? values : null;
     state.tint = numeric ? 0.32 : by === "role" ? 0.07 : 0.16;
     if (numeric) {
       let [least, most] = [Infinity, -Infinity];
@@ -114,8 +116,7 @@ const App = (() => {
       values.forEach((value, node) => {
         state.colourOf[node] = value === undefined ? STEPS : most === least ? STEPS - 1 : Math.round(((value - least) / (most - least)) * (STEPS - 1));
       });
-      const number = (value) => (Number.isInteger(value) ? value.toLocaleString("en") : String(Number(value.toPrecision(4))));
-      legend.replaceChildren(h("span", number(least)), h("i.ramp", { style: { background: `linear-gradient(90deg, ${theme.ramp.join(", ")})` } }), h("span", number(most)));
+      legend.replaceChildren(h("span", short(least)), h("i.ramp", { style: { background: `linear-gradient(90deg, ${theme.ramp.join(", ")})` } }), h("span", short(most)));
     } else {
       const counts = new Map();
       values.forEach((value, node) => value !== undefined && reached(node) && counts.set(value, (counts.get(value) ?? 0) + 1));
@@ -569,14 +570,14 @@ const App = (() => {
         const fold = layout.isFold(item);
         const heads = session.headsAt.get(node) ?? [];
         const by = $("colour").selectedOptions[0];
-        const value = valuesOf(node);
+        const value = state.values?.[node];
         fill(
           box,
           h("b", spelled(session.roles[node] ?? "root")),
           h("code", session.ids[node]),
           heads.map((name) => h("b.badge.head", spelled(name))).slice(0, 5),
           h("p.dim", fold ? `folded: ${counted(session.depths[layout.lasts[item]] - session.depths[node] + 1, "turn")}` : `tokens [${session.starts[node].toLocaleString("en")}, ${session.stop(node).toLocaleString("en")}), depth ${session.depths[node].toLocaleString("en")}, ${counted(session.below[node], "node")} below`),
-          value === undefined || ["role", "depth", "tokens", "time"].includes(by.value) ? null : h("p.dim", `${by.textContent} ${spelled(String(value))}`),
+          value === undefined ? null : h("p.dim", `${by.textContent} ${spelled(String(value))}`),
           session.errors.has(node) ? h("p.problem", spelled(session.errors.get(node))) : h("p", spelled(session.labels[node])),
         );
       }
@@ -587,13 +588,6 @@ const App = (() => {
       const y = event.offsetY + 20 + box.offsetHeight > drawing.height ? event.offsetY - box.offsetHeight - 12 : event.offsetY + 20;
       box.style.transform = `translate(${Math.round(x)}px, ${Math.round(y)}px)`;
     }
-  }
-
-  function valuesOf(node) {
-    const by = $("colour").value;
-    if (!by.startsWith("column ")) return undefined;
-    const column = state.session.columns[Number(by.slice(7))];
-    return column.values[column.ordinals.indexOf(node)];
   }
 
   // --- beginning, and what comes in ----------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ const READABLE = 0.5; // the least scale at which cards have their words
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202f\u205f-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]|[\u{e0000}-\u{e0fff}]/gu;
 const spelled = (text) => text.replace(HIDDEN, (each) => `\\u{${each.codePointAt(0).toString(16)}}`);
 const oneLine = (text) => spelled(text.replace(/\n/g, "⏎").replace(/\t/g, "→"));
+const short = (value) => (typeof value !== "number" ? String(value) : Number.isInteger(value) ? value.toLocaleString("en") : String(Number(value.toPrecision(4))));
 const counted = (number, what) => `${number.toLocaleString("en")} ${what}${number === 1 ? "" : "s"}`;
 
 class Drawing {
@@ -413,7 +414,8 @@ class Drawing {
       context.font = `600 10px ${theme.font}`;
       context.textBaseline = "middle";
       context.fillStyle = error ? theme.bad : theme.text;
-      const name = fold ? "⋯" : oneLine(session.roles[node] ?? "root");
+      const value = state.values?.[node];
+      const name = fold ? "⋯" : oneLine(value === undefined ? (session.roles[node] ?? "root") : short(value));
       context.fillText(this._cut(context, name, width - 18 * scale - 4), x + 13 * scale + 3, y + height / 2 + 0.5);
     }
     context.globalAlpha = 1;

@@ -38,7 +38,32 @@ const App = (() => {
   // --- colours -------------------------------------------------------------------------------------------------------
   function readTheme() {
     const style = getComputedStyle(document.documentElement);
-    for (const name of ["ground", "dots", "line", "card", "chosen", "stack", "border", "strong", "text", "dim", "accent", "onAccent", "other", "bad", "warning", "head", "headGround", "media", "live", "glass", "shade", "grid", "font", "mono"]) {
+    for (const name of [
+      "ground",
+      "dots",
+      "line",
+      "card",
+      "chosen",
+      "stack",
+      "border",
+      "strong",
+      "text",
+      "dim",
+      "accent",
+      "onAccent",
+      "other",
+      "bad",
+      "warning",
+      "head",
+      "headGround",
+      "media",
+      "live",
+      "glass",
+      "shade",
+      "grid",
+      "font",
+      "mono",
+    ]) {
       theme[name] = style.getPropertyValue(`--${name}`).trim();
     }
     theme.axes = [0, 1, 2, 3].map((axis) => style.getPropertyValue(`--axis${axis}`).trim());
@@ -56,7 +81,16 @@ const App = (() => {
   function colourings(session) {
     const heads = session.heads.length > 0 ? [["head", "head"]] : [];
     const columns = session.columns.map((column, number) => [`column ${number}`, `${column.group}: ${spelled(column.name)}`]);
-    return [["role", "role"], ...heads, ["time", "time (commit order)"], ["finish", "finish reason"], ["origin", "given or generated"], ["tokens", "tokens"], ["depth", "depth"], ...columns];
+    return [
+      ["role", "role"],
+      ...heads,
+      ["time", "time (commit order)"],
+      ["finish", "finish reason"],
+      ["origin", "given or generated"],
+      ["tokens", "tokens"],
+      ["depth", "depth"],
+      ...columns,
+    ];
   }
 
   // For each node a value, undefined where it has none; whether values are numbers.
@@ -114,9 +148,14 @@ const App = (() => {
       }
       state.palette = [...Array.from({ length: STEPS }, (_, step) => blended(theme.ramp, step / (STEPS - 1))), theme.line];
       values.forEach((value, node) => {
-        state.colourOf[node] = value === undefined ? STEPS : most === least ? STEPS - 1 : Math.round(((value - least) / (most - least)) * (STEPS - 1));
+        state.colourOf[node] =
+          value === undefined ? STEPS : most === least ? STEPS - 1 : Math.round(((value - least) / (most - least)) * (STEPS - 1));
       });
-      legend.replaceChildren(h("span", short(least)), h("i.ramp", { style: { background: `linear-gradient(90deg, ${theme.ramp.join(", ")})` } }), h("span", short(most)));
+      legend.replaceChildren(
+        h("span", short(least)),
+        h("i.ramp", { style: { background: `linear-gradient(90deg, ${theme.ramp.join(", ")})` } }),
+        h("span", short(most)),
+      );
     } else {
       const counts = new Map();
       values.forEach((value, node) => value !== undefined && reached(node) && counts.set(value, (counts.get(value) ?? 0) + 1));
@@ -129,7 +168,17 @@ const App = (() => {
       state.palette = [...theme.categories, theme.line];
       values.forEach((value, node) => (state.colourOf[node] = value === undefined ? CATEGORIES : numberOf.get(value)));
       legend.replaceChildren(
-        ...ranked.slice(0, CATEGORIES + 2).map(([value, many]) => h("span", h("i", { style: { background: theme.categories[numberOf.get(value)] } }), spelled(String(value)).slice(0, 40), " ", h("small", many.toLocaleString("en")))),
+        ...ranked
+          .slice(0, CATEGORIES + 2)
+          .map(([value, many]) =>
+            h(
+              "span",
+              h("i", { style: { background: theme.categories[numberOf.get(value)] } }),
+              spelled(String(value)).slice(0, 40),
+              " ",
+              h("small", many.toLocaleString("en")),
+            ),
+          ),
         ranked.length > CATEGORIES + 2 ? h("span", `and ${(ranked.length - CATEGORIES - 2).toLocaleString("en")} more`) : "",
       );
     }
@@ -149,7 +198,12 @@ const App = (() => {
     const { session } = state;
     const before = anchor >= 0 && layout !== undefined && layout.itemOf[anchor] >= 0 ? drawing.place(layout.itemOf[anchor]) : null;
     const keep = (node) => session.headsAt.has(node) || session.pins.has(node) || session.errors.has(node);
-    layout = new Layout(session, { folds: state.folds && session.count > FOLD_FROM, keep, opened: state.opened, collapsed: state.collapsed });
+    layout = new Layout(session, {
+      folds: state.folds && session.count > FOLD_FROM,
+      keep,
+      opened: state.opened,
+      collapsed: state.collapsed,
+    });
     app.layout = layout;
     state.hovered = -1;
     drawing.show(layout);
@@ -162,7 +216,8 @@ const App = (() => {
   // Have a node in the layout: nothing above it is collapsed; `unfold`: it is not folded either.
   function uncover(node, unfold) {
     let changed = false;
-    for (let each = state.session.parents[node]; each >= 0; each = state.session.parents[each]) changed = state.collapsed.delete(each) || changed;
+    for (let each = state.session.parents[node]; each >= 0; each = state.session.parents[each])
+      changed = state.collapsed.delete(each) || changed;
     if (changed) arrange();
     const item = layout.itemOf[node];
     if (unfold && item >= 0 && layout.isFold(item)) {
@@ -199,7 +254,9 @@ const App = (() => {
       }
     }
     await refreshPanel();
-    if (node >= 0) $("said").textContent = `${session.roles[node] ?? "root"}, ${counted(session.sizes[node], "token")}, ${spelled(session.labels[node])}`;
+    if (node >= 0)
+      $("said").textContent =
+        `${session.roles[node] ?? "root"}, ${counted(session.sizes[node], "token")}, ${spelled(session.labels[node])}`;
   }
 
   function drawnPaths() {
@@ -235,7 +292,8 @@ const App = (() => {
     }
     if (mine !== shown) return;
     fill(panel, made);
-    if (marked >= 0 && marked === chosen) panel.prepend(h("p.amber", "Choose another node to compare it with this one. Esc ends it."));
+    if (marked >= 0 && marked === chosen)
+      panel.prepend(h("p.amber", "Choose another node to compare it with this one. Esc ends it."));
     panel.scrollTop = 0;
   }
 
@@ -260,7 +318,8 @@ const App = (() => {
     if (state.session.numChildren[node] === 0) return;
     if (!state.collapsed.delete(node)) state.collapsed.add(node);
     if (state.chosen >= 0 && state.collapsed.has(node)) {
-      for (let each = state.session.parents[state.chosen]; each >= 0; each = state.session.parents[each]) if (each === node) state.chosen = node;
+      for (let each = state.session.parents[state.chosen]; each >= 0; each = state.session.parents[each])
+        if (each === node) state.chosen = node;
       refreshPanel();
     }
     arrange(node);
@@ -280,7 +339,14 @@ const App = (() => {
     id: (session, node, value) => session.ids[node].startsWith(value.slice(0, 8)),
     head: (session, node, value) => (session.headsAt.get(node) ?? []).some((name) => name.toLowerCase().includes(value)),
     media: (session, node, value) => (session.media.get(node) ?? []).includes(value),
-    is: (session, node, value) => ({ generated: session.generated[node], given: node > 0 && !session.generated[node], leaf: session.numChildren[node] === 0, fork: session.numChildren[node] > 1, pinned: session.pins.has(node) })[value] ?? false,
+    is: (session, node, value) =>
+      ({
+        generated: session.generated[node],
+        given: node > 0 && !session.generated[node],
+        leaf: session.numChildren[node] === 0,
+        fork: session.numChildren[node] > 1,
+        pinned: session.pins.has(node),
+      })[value] ?? false,
     tokens: (session, node, value) => compared(session.sizes[node], value),
     depth: (session, node, value) => compared(session.depths[node], value),
   };
@@ -294,7 +360,10 @@ const App = (() => {
   function parsed(query) {
     const filters = [];
     const words = [];
-    for (const word of query.trim().split(/\s+/).filter((each) => each !== "")) {
+    for (const word of query
+      .trim()
+      .split(/\s+/)
+      .filter((each) => each !== "")) {
       const [, key, value] = /^([a-z]+):(.+)$/i.exec(word) ?? [];
       if (key !== undefined && key.toLowerCase() in KEYS) filters.push([KEYS[key.toLowerCase()], value.toLowerCase()]);
       else words.push(word);
@@ -317,7 +386,11 @@ const App = (() => {
     const found = new Set();
     const passes = (node) => filters.every(([test, value]) => test(session, node, value));
     const plainly = (node) =>
-      phrase === "" || session.labels[node].toLowerCase().includes(phrase) || session.ids[node].startsWith(phrase) || (session.roles[node] ?? "root").toLowerCase() === phrase || KEYS.head(session, node, phrase);
+      phrase === "" ||
+      session.labels[node].toLowerCase().includes(phrase) ||
+      session.ids[node].startsWith(phrase) ||
+      (session.roles[node] ?? "root").toLowerCase() === phrase ||
+      KEYS.head(session, node, phrase);
     const candidates = [];
     for (let node = 0; node < session.count; node++) {
       if ((node > 0 && session.parents[node] < 0) || !passes(node)) continue;
@@ -349,7 +422,15 @@ const App = (() => {
   }
 
   function searchable(known) {
-    known.searchable ??= [known.id, known.key ?? "", known.text ?? "", JSON.stringify(known.metadata), known.media.map((item) => item.identity).join(" ")].join("\n").toLowerCase();
+    known.searchable ??= [
+      known.id,
+      known.key ?? "",
+      known.text ?? "",
+      JSON.stringify(known.metadata),
+      known.media.map((item) => item.identity).join(" "),
+    ]
+      .join("\n")
+      .toLowerCase();
     return known.searchable;
   }
 
@@ -376,7 +457,8 @@ const App = (() => {
     ["Esc", "end comparing, searching, choosing"],
   ];
 
-  const FILTERS = "role:tool  finish:length  head:main  media:image  is:generated is:given is:leaf is:fork is:pinned  tokens:>100  depth:<5  id:4f3a";
+  const FILTERS =
+    "role:tool  finish:length  head:main  media:image  is:generated is:given is:leaf is:fork is:pinned  tokens:>100  depth:<5  id:4f3a";
 
   function help() {
     const dialog = $("keys");
@@ -384,10 +466,22 @@ const App = (() => {
     fill(
       dialog,
       h("h2", "Keys"),
-      h("dl.facts", HELP.map(([keys, what]) => [h("dt", keys.split("  ").map((each) => h("kbd", each))), h("dd", what)])),
+      h(
+        "dl.facts",
+        HELP.map(([keys, what]) => [
+          h(
+            "dt",
+            keys.split("  ").map((each) => h("kbd", each)),
+          ),
+          h("dd", what),
+        ]),
+      ),
       h("h2", "Search"),
       h("p", "Words are looked for in text, ids, heads, keys and metadata. Beside them, or alone:"),
-      h("p", FILTERS.split(/\s+/).map((each) => [h("code", each), " "])),
+      h(
+        "p",
+        FILTERS.split(/\s+/).map((each) => [h("code", each), " "]),
+      ),
       h("form", { method: "dialog" }, h("button", { type: "submit", autofocus: true }, "Close")),
     );
     dialog.querySelector("form").addEventListener("submit", (event) => (event.preventDefault(), dialog.close()));
@@ -474,7 +568,9 @@ const App = (() => {
       pointers.set(event.pointerId, [event.offsetX, event.offsetY]);
       if (pointers.size === 2) {
         const [other] = [...pointers].filter(([id]) => id !== event.pointerId).map(([, place]) => place);
-        const factor = Math.hypot(event.offsetX - other[0], event.offsetY - other[1]) / Math.max(1, Math.hypot(before[0] - other[0], before[1] - other[1]));
+        const factor =
+          Math.hypot(event.offsetX - other[0], event.offsetY - other[1]) /
+          Math.max(1, Math.hypot(before[0] - other[0], before[1] - other[1]));
         drawing.zoom(factor, (event.offsetX + other[0]) / 2, (event.offsetY + other[1]) / 2);
         dragged.far = true;
         return;
@@ -498,7 +594,8 @@ const App = (() => {
       const node = layout.nodes[item];
       if (handle) return collapse(layout.lasts[item]);
       if (layout.isFold(item)) return collapse(node);
-      if (event.shiftKey && state.chosen >= 0 && state.chosen !== node) return compare(state.marked >= 0 ? state.marked : state.chosen, node);
+      if (event.shiftKey && state.chosen >= 0 && state.chosen !== node)
+        return compare(state.marked >= 0 ? state.marked : state.chosen, node);
       choose(node);
     });
     canvas.addEventListener("dblclick", (event) => {
@@ -548,7 +645,11 @@ const App = (() => {
     const grip = $("grip");
     grip.addEventListener("pointerdown", (event) => grip.setPointerCapture(event.pointerId));
     grip.addEventListener("pointermove", (event) => {
-      if (event.buttons > 0) document.documentElement.style.setProperty("--panel", `${Math.max(260, Math.min(innerWidth - 320, innerWidth - event.clientX))}px`);
+      if (event.buttons > 0)
+        document.documentElement.style.setProperty(
+          "--panel",
+          `${Math.max(260, Math.min(innerWidth - 320, innerWidth - event.clientX))}px`,
+        );
     });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
       readTheme();
@@ -576,7 +677,12 @@ const App = (() => {
           h("b", spelled(session.roles[node] ?? "root")),
           h("code", session.ids[node]),
           heads.map((name) => h("b.badge.head", spelled(name))).slice(0, 5),
-          h("p.dim", fold ? `folded: ${counted(session.depths[layout.lasts[item]] - session.depths[node] + 1, "turn")}` : `tokens [${session.starts[node].toLocaleString("en")}, ${session.stop(node).toLocaleString("en")}), depth ${session.depths[node].toLocaleString("en")}, ${counted(session.below[node], "node")} below`),
+          h(
+            "p.dim",
+            fold
+              ? `folded: ${counted(session.depths[layout.lasts[item]] - session.depths[node] + 1, "turn")}`
+              : `${Panel.range(session, node)}, depth ${session.depths[node].toLocaleString("en")}, ${counted(session.below[node], "node")} below`,
+          ),
           value === undefined ? null : h("p.dim", `${by.textContent} ${spelled(String(value))}`),
           session.errors.has(node) ? h("p.problem", spelled(session.errors.get(node))) : h("p", spelled(session.labels[node])),
         );
@@ -596,7 +702,8 @@ const App = (() => {
     document.title = `${spelled(session.facts.id)} – sessiontree`;
     $("session").textContent = spelled(session.facts.id);
     $("session").title = spelled(session.facts.id);
-    $("counts").textContent = `${counted(session.below[0] ?? 0, "node")} · ${counted(session.heads.length, "head")} · ${spelled(session.facts.scheme)}`;
+    $("counts").textContent =
+      `${counted(session.below[0] ?? 0, "node")} · ${counted(session.heads.length, "head")} · ${spelled(session.facts.scheme)}`;
   }
 
   function problem(text) {
@@ -688,7 +795,13 @@ const App = (() => {
       light.className = state.follows ? "follows" : "";
       light.replaceChildren(h("i"), "live");
       light.title = "Follows the store. Click to go along with each new node.";
-      problem(state.session === null ? "There are no sessions yet." : ids.includes(state.session.id) ? null : "This session was dropped. What is shown is what was known of it.");
+      problem(
+        state.session === null
+          ? "There are no sessions yet."
+          : ids.includes(state.session.id)
+            ? null
+            : "This session was dropped. What is shown is what was known of it.",
+      );
     } catch (error) {
       light.className = "lost";
       light.replaceChildren(h("i"), "no answer");

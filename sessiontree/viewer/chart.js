@@ -3,7 +3,11 @@
 
 // `parts`: [{start, size, decoded, replayed, media: [{start, stop, name}]}] in path order; `axes`: what the axes are called; `theme`.
 function positionChart(parts, axes, theme, onPick) {
-  const canvas = h("canvas.chart", { tabIndex: 0, role: "img", ariaLabel: `Positions over token indexes, axes ${axes.join(", ")}` });
+  const canvas = h("canvas.chart", {
+    tabIndex: 0,
+    role: "img",
+    ariaLabel: `Positions over token indexes, axes ${axes.join(", ")}`,
+  });
   const readout = h("output.readout", " ");
   const start = parts[0].start;
   const stop = parts[parts.length - 1].start + parts[parts.length - 1].size;
@@ -79,7 +83,11 @@ function positionChart(parts, axes, theme, onPick) {
     for (const index of ticks(start, stop - 1, 6)) {
       const text = index.toLocaleString("en");
       const half = context.measureText(text).width / 2;
-      context.fillText(text, Math.min(Math.max(x(index), half), margin.left + width + margin.right - half), margin.top + height + 6);
+      context.fillText(
+        text,
+        Math.min(Math.max(x(index), half), margin.left + width + margin.right - half),
+        margin.top + height + 6,
+      );
     }
     for (const part of parts.slice(1)) {
       if (parts.length > 60) break;

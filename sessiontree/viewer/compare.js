@@ -12,7 +12,8 @@ const Compare = (() => {
     const start = session.starts[known.at];
     for (const item of known.facts.media) {
       let placeholder = item.placeholders_before;
-      for (const [from, to] of item.spans) for (let at = from; at < to; at++) media[at - start] = `${item.content} ${placeholder++}`;
+      for (const [from, to] of item.spans)
+        for (let at = from; at < to; at++) media[at - start] = `${item.content} ${placeholder++}`;
     }
     return { ids, media, axes: Runs.positions(session, known).decoded };
   }
@@ -23,7 +24,8 @@ const Compare = (() => {
       const known = await session.node(at);
       if (known === null || known.facts.error !== undefined) throw new Error("this file leaves out tokens that are to be compared");
       const tokens = tokensOf(session, known);
-      for (let i = 0; i < tokens.ids.length; i++) yield { id: tokens.ids[i], media: tokens.media[i], axes: tokens.axes.map((axis) => axis[i]) };
+      for (let i = 0; i < tokens.ids.length; i++)
+        yield { id: tokens.ids[i], media: tokens.media[i], axes: tokens.axes.map((axis) => axis[i]) };
     }
   }
 
@@ -61,13 +63,28 @@ const Compare = (() => {
     close.addEventListener("click", () => app.mark(-1));
     const whole = Math.max(session.stop(one), session.stop(two), 1);
     const bar = (at, kind) =>
-      h("div.bar", h("i.shared", { style: { width: `${(100 * found.shared) / whole}%` } }), h(`i.${kind}`, { style: { width: `${(100 * (session.stop(at) - found.shared)) / whole}%` } }));
+      h(
+        "div.bar",
+        h("i.shared", { style: { width: `${(100 * found.shared) / whole}%` } }),
+        h(`i.${kind}`, { style: { width: `${(100 * (session.stop(at) - found.shared)) / whole}%` } }),
+      );
     return [
       h("header.node", h("h2", "Compare"), h("span.spring"), swap, close),
-      h("div.sides", h("div", h("b.badge.a", "A"), Panel.nodeButton(app, one), bar(one, "a")), h("div", h("b.badge.b", "B"), Panel.nodeButton(app, two), bar(two, "b"))),
+      h(
+        "div.sides",
+        h("div", h("b.badge.a", "A"), Panel.nodeButton(app, one), bar(one, "a")),
+        h("div", h("b.badge.b", "B"), Panel.nodeButton(app, two), bar(two, "b")),
+      ),
       facts([
         ["both have", `${counted(found.shared, "token")}`],
-        ["last on both", h("span", Panel.nodeButton(app, found.ancestor), ` at depth ${session.depths[found.ancestor]}, ends at token ${session.stop(found.ancestor)}`)],
+        [
+          "last on both",
+          h(
+            "span",
+            Panel.nodeButton(app, found.ancestor),
+            ` at depth ${session.depths[found.ancestor]}, ends at token ${session.stop(found.ancestor)}`,
+          ),
+        ],
         ["then", KINDS[found.kind](found.shared.toLocaleString("en"))],
         ["A goes on with", goesOn(session, one, found)],
         ["B goes on with", goesOn(session, two, found)],
@@ -107,11 +124,22 @@ const Compare = (() => {
     const parts = Runs.positions(session, known);
     const [first, ...others] = parts.decoded;
     const bent = others.some((axis) => axis.some((value, i) => value !== first[i])) || found.kind === "position"; // else a straight line
-    const chart = ids.length > 1 && bent ? positionChart([Panel.chartPart(session, known, parts)], session.facts.axes, app.theme) : null;
+    const chart =
+      ids.length > 1 && bent ? positionChart([Panel.chartPart(session, known, parts)], session.facts.axes, app.theme) : null;
     return h(
       "article",
-      h("header", Panel.nodeButton(app, at), h("b", spelled(session.roles[at] ?? "root")), h("small", `[${start}, ${session.stop(at)})`)),
-      h(`pre.${session.words ? "text" : "ids"}`, { dir: "auto" }, shared > 0 ? h("span.same", spell(Math.max(0, shared - 60), shared)) : null, h(`span.differs.${kind}`, spell(shared, ids.length))),
+      h(
+        "header",
+        Panel.nodeButton(app, at),
+        h("b", spelled(session.roles[at] ?? "root")),
+        h("small", `[${start}, ${session.stop(at)})`),
+      ),
+      h(
+        `pre.${session.words ? "text" : "ids"}`,
+        { dir: "auto" },
+        shared > 0 ? h("span.same", spell(Math.max(0, shared - 60), shared)) : null,
+        h(`span.differs.${kind}`, spell(shared, ids.length)),
+      ),
       chart,
     );
   }

@@ -17,7 +17,15 @@ const Data = (() => {
     return bytes;
   }
 
-  const TYPES = { u1: Uint8Array, i4: Int32Array, u4: Uint32Array, f4: Float32Array, f8: Float64Array, i8: BigInt64Array, u8: BigUint64Array };
+  const TYPES = {
+    u1: Uint8Array,
+    i4: Int32Array,
+    u4: Uint32Array,
+    f4: Float32Array,
+    f8: Float64Array,
+    i8: BigInt64Array,
+    u8: BigUint64Array,
+  };
 
   // What packing.py made: its JSON, with `array(number)` for the arrays beside it.
   async function unpacked(compressed) {

@@ -6,10 +6,16 @@ const CARD = { width: 208, height: 46, across: 238, down: 60 }; // of an item, a
 const READABLE = 0.5; // the least scale at which cards have their words
 
 // Text with whatever is not seen, or turns other text around, spelled out.
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202f\u205f-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]|[\u{e0000}-\u{e0fff}]/gu;
+const HIDDEN =
+  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202f\u205f-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]|[\u{e0000}-\u{e0fff}]/gu;
 const spelled = (text) => text.replace(HIDDEN, (each) => `\\u{${each.codePointAt(0).toString(16)}}`);
 const oneLine = (text) => spelled(text.replace(/\n/g, "⏎").replace(/\t/g, "→"));
-const short = (value) => (typeof value !== "number" ? String(value) : Number.isInteger(value) ? value.toLocaleString("en") : String(Number(value.toPrecision(4))));
+const short = (value) =>
+  typeof value !== "number"
+    ? String(value)
+    : Number.isInteger(value)
+      ? value.toLocaleString("en")
+      : String(Number(value.toPrecision(4)));
 const counted = (number, what) => `${number.toLocaleString("en")} ${what}${number === 1 ? "" : "s"}`;
 
 class Drawing {
@@ -384,7 +390,15 @@ class Drawing {
       context.globalAlpha = whole;
     }
     const error = session.errors.has(node);
-    context.strokeStyle = error ? theme.bad : chosen ? theme.accent : marked ? theme.other : item === state.hovered ? theme.strong : theme.border;
+    context.strokeStyle = error
+      ? theme.bad
+      : chosen
+        ? theme.accent
+        : marked
+          ? theme.other
+          : item === state.hovered
+            ? theme.strong
+            : theme.border;
     context.lineWidth = chosen || marked ? 2 : 1;
     if (fold) context.setLineDash([4, 3]);
     context.stroke();
@@ -408,7 +422,8 @@ class Drawing {
     context.fill();
     const hidden = session.below[layout.lasts[item]];
     const children = session.numChildren[layout.lasts[item]];
-    if (children > 0 && (state.collapsed.has(node) || item === state.hovered || chosen)) this._drawHandle(context, node, hidden, x + width, y + height / 2);
+    if (children > 0 && (state.collapsed.has(node) || item === state.hovered || chosen))
+      this._drawHandle(context, node, hidden, x + width, y + height / 2);
     if (scale >= READABLE) this._drawWords(context, item, x, y, fold, error);
     else {
       context.font = `600 10px ${theme.font}`;
@@ -530,7 +545,12 @@ class Drawing {
       context.lineTo(x + size * 0.38, y + size * 0.72);
       context.closePath();
     } else {
-      for (const [at, height] of [[0.1, 0.3], [0.35, 0.8], [0.6, 0.5], [0.85, 0.25]]) {
+      for (const [at, height] of [
+        [0.1, 0.3],
+        [0.35, 0.8],
+        [0.6, 0.5],
+        [0.85, 0.25],
+      ]) {
         context.moveTo(x + size * at, y + size * (0.5 - height / 2));
         context.lineTo(x + size * at, y + size * (0.5 + height / 2));
       }

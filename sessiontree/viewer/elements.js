@@ -26,7 +26,10 @@ function fill(element, ...children) {
 // A line of facts: a list of [name, value]; a value is text or an element; null leaves it out.
 function facts(pairs) {
   const rows = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");
-  return h("dl.facts", rows.map(([name, value]) => [h("dt", name), h("dd", value)]));
+  return h(
+    "dl.facts",
+    rows.map(([name, value]) => [h("dt", name), h("dd", value)]),
+  );
 }
 
 function section(title, extra, ...children) {
@@ -50,7 +53,10 @@ function copying(text, shown) {
 // A table of many rows of which those in sight are there. `cells(row)`: [[text, class], ...].
 function longTable(heads, count, cells, rowHeight = 20) {
   const body = h("div.rows");
-  const head = h("div.row.head", heads.map(([name, kind]) => h("span", { className: kind ?? "" }, name)));
+  const head = h(
+    "div.row.head",
+    heads.map(([name, kind]) => h("span", { className: kind ?? "" }, name)),
+  );
   const box = h("div.table", { tabIndex: 0 }, head, body);
   body.style.height = `${count * rowHeight}px`;
   let shown = "";
@@ -61,7 +67,10 @@ function longTable(heads, count, cells, rowHeight = 20) {
     shown = `${first} ${last}`;
     const rows = [];
     for (let row = first; row < last; row++) {
-      const line = h("div.row", cells(row).map(([text, kind]) => h("span", { className: kind ?? "", title: text }, text)));
+      const line = h(
+        "div.row",
+        cells(row).map(([text, kind]) => h("span", { className: kind ?? "", title: text }, text)),
+      );
       line.style.top = `${row * rowHeight}px`;
       line.dataset.row = row;
       if (row === box.emphasised) line.classList.add("here");

@@ -128,8 +128,8 @@ def test_a_thumbnail_of_patches_is_what_the_processor_was_given() -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     colours = np.zeros((56, 84, 3), np.uint8)
-    colours[:28, :42] = (250, 20, 30)
-    colours[28:, 42:] = (10, 200, 90)
+    colours[..., 0] = np.arange(56)[:, None] * 4
+    colours[..., 1] = np.arange(84) * 3
     given = Qwen2VLImageProcessorPil(merge_size=2)(images=[Image.fromarray(colours)], return_tensors="np")
     grid = tuple(int(each) for each in given["image_grid_thw"][0])
     found = thumbnail(item_of(grid), kept(given["pixel_values"].astype(np.float32)), 2)  # type: ignore[arg-type]

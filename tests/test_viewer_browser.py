@@ -61,6 +61,13 @@ FAULTS = """() => {
         const hangs = parent < 0 ? item === 0 : columns[item] === columns[parent] + 1 && rows[item] >= rows[parent];
         if (!hangs) faults.push(`${place} hangs wrongly`);
     }
+    for (let item = 0; item < count; item++) { // branches off one node stand in commit order, but for the one that goes straight on
+        const off = [];
+        for (let other = 0; other < count; other++) if (above[other] === item && rows[other] > rows[item]) off.push(other);
+        off.sort((one, two) => rows[one] - rows[two]);
+        const ordered = off.every((each, at) => at === 0 || layout.nodes[each] > layout.nodes[off[at - 1]]);
+        if (!ordered) faults.push(`branches off ${item} in disorder`);
+    }
     layout.trunks.forEach((trunks, column) => trunks.forEach(([from, to], number) => {
         if (number > 0 && trunks[number - 1][1] >= from) faults.push(`lines behind column ${column} overlap`);
         for (let row = from + 1; row <= to; row++) {
@@ -190,13 +197,21 @@ def forest(session: Session, rng: random.Random) -> None:
     for number in range(60):
         parent = rng.choice(nodes)
         asked = a_turn(number=rng.randrange(2))
-        kind = rng.randrange(4)
+        kind = rng.randrange(5)
         if kind == 0:
             node = session.append(parent, asked.tokens, media=media(asked), key=str(number))
         elif kind == 1:
             node = session.append(parent, asked.tokens, key=str(number))
         elif kind == 2:
             node = generate(session, parent, *[1] * rng.randrange(1, 4), key=str(number))
+        elif kind == 3:  # a picture in two turns
+            (item,) = media(asked)
+            at, size = item.spans[0]
+            cut = rng.randrange(1, size)
+            begun = item.with_spans([(at, cut)], unfinished=True)
+            node = session.append(parent, asked.tokens[: at + cut], media=[begun], key=str(number))
+            rest = item.with_spans([(0, size - cut)], placeholders_before=cut)
+            node = session.append(node, asked.tokens[at + cut :], media=[rest], key=str(number))
         else:
             table = np.tile(np.arange(2) + parent.stop + rng.randrange(2), (3, 1))
             top = int(table.max())
@@ -562,4 +577,6 @@ def test_the_policy_holds_even_where_a_script_would_do_it(chromium: Browser, tmp
         assert seen.ask("fetch('https://evil.example/').then(() => 'done', (error) => error.name)") == "TypeError"
         seen.ask("const image = new Image(); image.src = 'https://evil.example/x.png'; document.body.append(image)")
         seen.page.wait_for_timeout(200)
-        assert seen.ask("window.hacked") is None and len(seen.ask("violations")) >= 3
+        assert seen.ask("window.hacked") is None
+        forbidden = {each.split()[0] for each in seen.ask("violations")}
+        assert forbidden >= {"connect-src", "img-src", "require-trusted-types-for"}

@@ -71,68 +71,10 @@ const App = (() => {
     theme.ramp = [0, 1, 2, 3, 4].map((number) => style.getPropertyValue(`--ramp${number}`).trim());
   }
 
-  function blended(stops, part) {
-    const place = part * (stops.length - 1);
-    const low = Math.min(stops.length - 2, Math.floor(place));
-    const [one, two] = [stops[low], stops[low + 1]].map((hex) => [1, 3, 5].map((from) => parseInt(hex.slice(from, from + 2), 16)));
-    return `rgb(${one.map((value, channel) => Math.round(value + (two[channel] - value) * (place - low))).join(",")})`;
-  }
-
-  function colourings(session) {
-    const heads = session.heads.length > 0 ? [["head", "head"]] : [];
-    const columns = session.columns.map((column, number) => [`column ${number}`, `${column.group}: ${spelled(column.name)}`]);
-    return [
-      ["role", "role"],
-      ...heads,
-      ["time", "time (commit order)"],
-      ["finish", "finish reason"],
-      ["origin", "given or generated"],
-      ["tokens", "tokens"],
-      ["depth", "depth"],
-      ...columns,
-    ];
-  }
-
-  // For each node a value, undefined where it has none; whether values are numbers.
-  function valuesFor(session, by) {
-    const all = (of) => Array.from({ length: session.count }, (_, node) => of(node));
-    if (by === "time") return all((node) => node);
-    if (by === "tokens") return all((node) => session.sizes[node]);
-    if (by === "depth") return all((node) => session.depths[node]);
-    if (by === "finish") return all((node) => session.finishReasons[node] ?? undefined);
-    if (by === "origin") return all((node) => (node === 0 ? undefined : session.generated[node] ? "generated" : "given"));
-    if (by === "head") return headsOf(session);
-    if (by.startsWith("column ")) {
-      const column = session.columns[Number(by.slice(7))];
-      const values = new Array(session.count).fill(undefined);
-      column.ordinals.forEach((node, i) => (values[node] = column.values[i]));
-      return values;
-    }
-    return all((node) => session.roles[node] ?? undefined);
-  }
-
-  // Of each node the head whose path it is on, where that is one alone.
-  function headsOf(session) {
-    const below = new Int32Array(session.count);
-    const sum = new Float64Array(session.count);
-    session.heads.forEach(([, node], number) => {
-      if (node >= session.count) return;
-      below[node]++;
-      sum[node] += number;
-    });
-    for (let node = session.count - 1; node > 0; node--) {
-      const parent = session.parents[node];
-      if (parent < 0) continue;
-      below[parent] += below[node];
-      sum[parent] += sum[node];
-    }
-    return Array.from(below, (many, node) => (many === 0 ? undefined : many === 1 ? session.heads[sum[node]][0] : "several heads"));
-  }
-
   function colour() {
     const { session } = state;
     const by = $("colour").value;
-    const values = valuesFor(session, by);
+    const values = Colours.valuesFor(session, by);
     const numbers = values.filter((value) => value !== undefined);
     const numeric = numbers.length > 0 && numbers.every((value) => typeof value === "number");
     const reached = (node) => node === 0 || session.parents[node] >= 0;
@@ -146,7 +88,7 @@ const App = (() => {
         least = Math.min(least, value);
         most = Math.max(most, value);
       }
-      state.palette = [...Array.from({ length: STEPS }, (_, step) => blended(theme.ramp, step / (STEPS - 1))), theme.line];
+      state.palette = [...Array.from({ length: STEPS }, (_, step) => Colours.blended(theme.ramp, step / (STEPS - 1))), theme.line];
       values.forEach((value, node) => {
         state.colourOf[node] =
           value === undefined ? STEPS : most === least ? STEPS - 1 : Math.round(((value - least) / (most - least)) * (STEPS - 1));
@@ -188,7 +130,7 @@ const App = (() => {
   function offerColours() {
     const select = $("colour");
     const before = select.value || "role";
-    select.replaceChildren(...colourings(state.session).map(([value, name]) => h("option", { value }, name.slice(0, 60))));
+    select.replaceChildren(...Colours.choices(state.session).map(([value, name]) => h("option", { value }, name.slice(0, 60))));
     select.value = before;
     if (select.value === "") select.value = "role";
   }
@@ -333,48 +275,10 @@ const App = (() => {
   }
 
   // --- searching -----------------------------------------------------------------------------------------------------
-  const KEYS = {
-    role: (session, node, value) => (session.roles[node] ?? "").toLowerCase() === value,
-    finish: (session, node, value) => (session.finishReasons[node] ?? "").toLowerCase().includes(value),
-    id: (session, node, value) => session.ids[node].startsWith(value.slice(0, 8)),
-    head: (session, node, value) => (session.headsAt.get(node) ?? []).some((name) => name.toLowerCase().includes(value)),
-    media: (session, node, value) => (session.media.get(node) ?? []).includes(value),
-    is: (session, node, value) =>
-      ({
-        generated: session.generated[node],
-        given: node > 0 && !session.generated[node],
-        leaf: session.numChildren[node] === 0,
-        fork: session.numChildren[node] > 1,
-        pinned: session.pins.has(node),
-      })[value] ?? false,
-    tokens: (session, node, value) => compared(session.sizes[node], value),
-    depth: (session, node, value) => compared(session.depths[node], value),
-  };
-
-  function compared(number, value) {
-    const [, sign, limit] = /^([<>]?)(\d+)$/.exec(value) ?? [];
-    if (limit === undefined) return false;
-    return sign === "<" ? number < Number(limit) : sign === ">" ? number > Number(limit) : number === Number(limit);
-  }
-
-  function parsed(query) {
-    const filters = [];
-    const words = [];
-    for (const word of query
-      .trim()
-      .split(/\s+/)
-      .filter((each) => each !== "")) {
-      const [, key, value] = /^([a-z]+):(.+)$/i.exec(word) ?? [];
-      if (key !== undefined && key.toLowerCase() in KEYS) filters.push([KEYS[key.toLowerCase()], value.toLowerCase()]);
-      else words.push(word);
-    }
-    return { filters, phrase: words.join(" ").toLowerCase() };
-  }
-
   async function search(query) {
     const mine = ++searched;
     const { session } = state;
-    const { filters, phrase } = parsed(query);
+    const { filters, phrase } = Search.parsed(query);
     at = -1;
     order = [];
     if (filters.length === 0 && phrase === "") {
@@ -390,7 +294,7 @@ const App = (() => {
       session.labels[node].toLowerCase().includes(phrase) ||
       session.ids[node].startsWith(phrase) ||
       (session.roles[node] ?? "root").toLowerCase() === phrase ||
-      KEYS.head(session, node, phrase);
+      Search.inHeads(session, node, phrase);
     const candidates = [];
     for (let node = 0; node < session.count; node++) {
       if ((node > 0 && session.parents[node] < 0) || !passes(node)) continue;
@@ -416,22 +320,9 @@ const App = (() => {
         number = its;
       }
       const known = chunk?.nodes[node - chunk.first];
-      if (known !== undefined && known.error === undefined && searchable(known).includes(phrase)) found.add(node);
+      if (known !== undefined && known.error === undefined && Search.searchable(known).includes(phrase)) found.add(node);
     }
     tell(true);
-  }
-
-  function searchable(known) {
-    known.searchable ??= [
-      known.id,
-      known.key ?? "",
-      known.text ?? "",
-      JSON.stringify(known.metadata),
-      known.media.map((item) => item.identity).join(" "),
-    ]
-      .join("\n")
-      .toLowerCase();
-    return known.searchable;
   }
 
   async function step(by) {

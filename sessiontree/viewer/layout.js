@@ -17,12 +17,12 @@ class Layout {
     this.itemOf = new Int32Array(count).fill(-1); // folded nodes have that of their fold
     const bottom = []; // by column, the first row that is free
     const boring = (at) => at > 0 && numChildren[at] === 1 && !collapsed.has(at) && !keep(at);
-    const branches = [[0, -1, 0, 0]]; // node, the item it hangs on, its column, the first row it may have
+    const branches = [[0, -1, 0]]; // node, the item it hangs on, its column
     while (count > 0 && branches.length > 0) {
-      const [first, parent, column, least] = branches.pop();
+      const [first, parent, column] = branches.pop();
       const begin = nodes.length;
       let hung = parent;
-      let row = least;
+      let row = 0;
       let at = first;
       let unfolded = -1; // up to this node, nothing folds
       while (at >= 0) {
@@ -59,7 +59,7 @@ class Layout {
         const straight = Layout.heaviest(session, node);
         const others = [];
         for (let child = firstChild[node]; child >= 0; child = nextSibling[child]) if (child !== straight) others.push(child);
-        for (const child of others.reverse()) branches.push([child, item, columns[item] + 1, row + 1]);
+        for (const child of others.reverse()) branches.push([child, item, columns[item] + 1]);
       }
     }
     this.count = nodes.length;

@@ -15,7 +15,9 @@ from hashlib import sha256
 from importlib.resources import files
 from typing import Final
 
-SCRIPTS: Final = ("data.js", "runs.js", "layout.js", "drawing.js", "elements.js", "chart.js", "panel.js", "compare.js", "app.js")
+#: In the order in which they use each other.
+_PARTS: Final = "data runs layout drawing elements chart panel compare colours search app"
+SCRIPTS: Final = tuple(f"{part}.js" for part in _PARTS.split())
 _NAME: Final = re.compile(r"[a-z0-9-]+")
 
 Block = tuple[str, bytes]  # a name of small letters, digits and hyphens, and what packing made

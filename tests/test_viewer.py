@@ -367,6 +367,21 @@ def test_what_is_said_of_nodes_is_followed(tmp_path: Path) -> None:
                 marks["value"] = str(value)
 
 
+def test_a_server_of_many_writers_is_followed(postgres_url: str) -> None:
+    with SessionStore.connect(postgres_url) as writer, SessionStore.connect(postgres_url, read_only=True) as follower:
+        session = writer.create("chat", scheme="text@hf5")
+        node = session.append(session.root, [1, 2], annotations={"score": 1})
+        live = Live(follower, None, None)
+        first = taken_apart(live.tree("chat", "") or b"")
+        assert first["parents"] == [-1, 0] and first["annotations"][0]["values"] == [1]
+        assert live.tree("chat", first["mark"]) is None
+        session.annotate(node, {"score": 2})
+        generate(session, node, 3, key="reply")
+        second = taken_apart(live.tree("chat", first["mark"]) or b"")
+        assert (second["first"], second["parents"], second["annotations"][0]["values"]) == (2, [1], [2])
+        assert taken_apart(live.chunk("chat", 0))["nodes"][2]["key"] == "reply"
+
+
 # --- the server -------------------------------------------------------------------------------------------------------
 @contextmanager
 def served(store: SessionStore) -> Iterator[Server]:
@@ -425,10 +440,18 @@ def test_every_answer_is_guarded(server: Server, path: str) -> None:
 
 
 def test_other_hosts_and_methods_are_refused(server: Server) -> None:
-    for host in ("evil.example", f"evil.example:{server.port}", "127.0.0.1", f"127.0.0.1:{server.port + 1}", ""):
+    for host in (
+        "evil.example",
+        f"evil.example:{server.port}",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example:80",
+        "[::1",
+        "a:b:c",
+        "",
+    ):
         answer, body = asked(server, "/sessions", host=host)
         assert answer.status == 421 and b"chat-1" not in body
-    for host in (f"localhost:{server.port}", f"LOCALHOST:{server.port}", f"[::1]:{server.port}"):
+    for host in (f"localhost:{server.port}", "LOCALHOST:9000", f"[::1]:{server.port}", "[::1]", "127.0.0.1", "10.0.0.7:80"):
         assert asked(server, "/sessions", host=host)[0].status == 200
     for method in ("POST", "PUT", "DELETE", "OPTIONS"):
         assert asked(server, "/sessions", method)[0].status == 501

@@ -12,11 +12,11 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from sessiontree.cli.output import Code, Usage, safe, shown, write, write_json
+from sessiontree.cli.output import Code, Usage, safe, shown, without_passwords, write, write_json
 from sessiontree.cli.source import Json, Lenient, OneSession, Source, Tokenizer, reading, session_named
 from sessiontree.cli.viewed import Viewed
 from sessiontree.cli.words import Words, words
-from sessiontree.errors import StoreFailed
+from sessiontree.errors import SessionTreeError, StoreFailed
 from sessiontree.viewer.page import page
 from sessiontree.viewer.server import Server
 
@@ -111,6 +111,9 @@ class Live:
     def picture(self, session_id: str, name: str) -> bytes:
         with self._lock:
             return self._looked_at(session_id).picture(name)
+
+    def said_of(self, error: SessionTreeError) -> str:
+        return without_passwords(f"{type(error).__name__}: {error}")
 
     def _looked_at(self, session_id: str, *, anew: bool = False) -> Viewed:
         found = self._viewed.get(session_id)

@@ -1,15 +1,19 @@
 """The page over HTTP, from the standard library alone, for whoever sits at this machine.
 
-It answers GET and HEAD, under a Host that it was told is its own: a page elsewhere whose name was made to lead here is refused.
-What it shows comes from a :class:`Source`; it keeps nothing of its own. Nothing on it changes anything.
+It answers GET and HEAD, under an address or a name of its own: a page elsewhere whose name was made to lead here is refused. What
+it shows comes from a :class:`Source`; it keeps nothing of its own. Nothing on it changes anything.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
+from socket import AF_INET, AF_INET6, gethostname
 from typing import Any, Final, Protocol
 from urllib.parse import parse_qs, urlsplit
 
@@ -17,7 +21,7 @@ from sessiontree.errors import SessionTreeError
 from sessiontree.viewer.page import page, policy
 
 _SECONDS: Final = 30  # that a client may be silent in the middle of a request
-_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
+_PORT: Final = re.compile(r":\d*$")
 
 
 class Source(Protocol):
@@ -35,6 +39,9 @@ class Source(Protocol):
     def picture(self, session_id: str, name: str) -> bytes:
         """A thumbnail that a chunk named, packed."""
 
+    def said_of(self, error: SessionTreeError) -> str:
+        """What a reader is told of an error."""
+
 
 class Server(ThreadingHTTPServer):
     """``host``, ``port``: where it listens; port 0: any that is free. ``url``: where its page is."""
@@ -42,15 +49,21 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, source: Source, host: str, port: int) -> None:
-        self.address_family = _family(host)
+        self.address_family = AF_INET6 if ":" in host else AF_INET
         super().__init__((host, port), _Handler)
         self.source = source
         self.port = int(self.server_address[1])
-        names = {host, *_LOOPBACK} if host in _LOOPBACK else {host}
-        self.hosts = {f"{_in_url(name)}:{self.port}" for name in names} | (
-            {_in_url(name) for name in names} if self.port == 80 else set()
-        )
-        self.url = f"http://{_in_url(host)}:{self.port}/"
+        self._names = {"localhost", host.lower(), gethostname().lower()}
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
+
+    def is_called(self, host: str) -> bool:
+        """Whether a request's Host may be this one: an address, which nobody else can have lead here, or a name of its own."""
+        name = host.rpartition(":")[0] if _PORT.search(host) else host
+        try:
+            ip_address(name.removeprefix("[").removesuffix("]"))
+        except ValueError:
+            return name in self._names
+        return True
 
     def server_bind(self) -> None:
         """Without asking what this machine is called."""
@@ -59,6 +72,8 @@ class Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Whoever went away in the middle is no error of ours."""
+        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -69,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _SECONDS
 
     def do_GET(self) -> None:
-        if self.headers.get("Host", "").lower() not in self.server.hosts:
+        if not self.server.is_called(self.headers.get("Host", "").lower()):
             self._say(HTTPStatus.MISDIRECTED_REQUEST, "this server is not called that")
             return
         parts = urlsplit(self.path)
@@ -91,7 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
             except (KeyError, ValueError):
                 self._say(HTTPStatus.BAD_REQUEST, "asked wrongly")
             except SessionTreeError as error:
-                self._say(HTTPStatus.CONFLICT, f"{type(error).__name__}: {error}")
+                self._say(HTTPStatus.CONFLICT, source.said_of(error))
             else:
                 kind = "application/json" if parts.path == "/sessions" else "application/octet-stream"
                 self._answer(HTTPStatus.NO_CONTENT if data is None else HTTPStatus.OK, kind, data or b"")
@@ -122,13 +137,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing is said of what goes well; the page shows what does not."""
-
-
-def _family(host: str) -> Any:
-    import socket  # noqa: PLC0415
-
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

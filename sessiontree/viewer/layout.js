@@ -77,7 +77,7 @@ class Layout {
   static heaviest(session, at) {
     let found = -1;
     for (let child = session.firstChild[at]; child >= 0; child = session.nextSibling[child]) {
-      if (found < 0 || session.below[child] >= session.below[found]) found = child;
+      if (found < 0 || session.below[child] > session.below[found]) found = child; // the first of equals: little moves as more come
     }
     return found;
   }

@@ -114,17 +114,17 @@ class Viewed:
         What a session in a store says has versions that only grow. A fork also sees what is said of the path it shares.
         """
         tree, index = self.session._tree, shape._layers[0][0]
-        version, self._version = self._version, tree._said
         if anew or index.tip is not None or not isinstance(index, StoredIndex):
             unread: list[bytes] = []
             said = {at: values for at, _, values in annotated(tree, unread=unread)}
             changed = len(unread) != self._unread or not _same(said, self._said)
             self._said, self._unread = said, len(unread)
         else:
-            changed = tree._said != version
-            for at in index.source.annotated_ordinals(version).tolist() if changed else ():
+            changed = tree._said != self._version
+            for at in index.source.annotated_ordinals(self._version).tolist() if changed else ():
                 if at < len(self._rows) and (at == 0 or shape.parents[at] >= 0):
                     self._said[at] = tree._read_said([shape.node(at)], None)[0]
+        self._version = tree._said
         self._changes += changed
         return changed
 

@@ -43,7 +43,7 @@ check: .venv/dev.stamp ## lint, formatting, types and the layers
 	$(BIN)/lint-imports
 
 bench: $(if $(PEERS),.venv/peers.stamp .venv/sglang.stamp .venv/vllm.stamp) .venv/dev.stamp ## measure: tables, and one line of JSON for each figure; PEERS=1 adds LangGraph, openai-agents, SGLang
-	@missed=0; for part in tree contention positions packing page_hashes gpu_bridge durable health health_gc health_bundles health_cli sglang_sessions scheduler serving trajectories postgres viewer; do PYTHONPATH=. $(BIN)/python benchmarks/$$part.py || missed=1; done; exit $$missed
+	@missed=0; for part in tree contention positions packing page_hashes gpu_bridge durable health health_gc health_bundles health_cli sglang_sessions scheduler serving trajectories interchange postgres viewer; do PYTHONPATH=. $(BIN)/python benchmarks/$$part.py || missed=1; done; exit $$missed
 
 soak: .venv/dev.stamp .venv/sglang.stamp .venv/vllm.stamp ## run every test, the long ones too, at soak length, on new random histories
 	SESSIONTREE_SOAK=1 $(PYTEST) -m ""

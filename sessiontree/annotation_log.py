@@ -64,7 +64,8 @@ class AnnotationLog:
         self._busy = False  # somebody is adding to it; whoever comes in between on the same thread leaves it alone
         self._lock = new_lock()
         self._said: list[Said] = []
-        self._by_node: dict[bytes, dict[str, list[int]]] = {}  # numbers of what was said by each name, in order
+        # What was said of each node: its number, or, of more than one thing, by name, numbers in order.
+        self._by_node: dict[bytes, int | dict[str, list[int]]] = {}
         self._nbytes = 0
 
     @property
@@ -84,10 +85,20 @@ class AnnotationLog:
                 for said in more:
                     self._nbytes += _ENTRY_BYTES + value_bytes(said.value)
                     self._said.append(said)
-                    self._by_node.setdefault(said.node_id, {}).setdefault(said.name, []).append(self.count - 1)
+                    self._note(said, self.count - 1)
             finally:
                 self._busy = False
             return True
+
+    def _note(self, said: Said, number: int) -> None:
+        """By which it is found from here on."""
+        known = self._by_node.get(said.node_id)
+        if known is None:
+            self._by_node[said.node_id] = number
+            return
+        if isinstance(known, int):
+            known = self._by_node[said.node_id] = {self._said[known - self.base_count].name: [known]}
+        known.setdefault(said.name, []).append(number)
 
     def read(self, nodes: Sequence[Node], count: int, name: str | None = None) -> list[dict[str, Annotation]]:
         """What is said of nodes within the first ``count``, by name; ``name``: that one alone."""
@@ -97,6 +108,11 @@ class AnnotationLog:
         while log is not None:
             for node, values in wanted if log._by_node else ():
                 names = log._by_node.get(node.id, {})
+                if isinstance(names, int):
+                    said = log._said[names - log.base_count]
+                    if names < count and name in (None, said.name):
+                        values.setdefault(said.name, said.value)
+                    continue
                 for each in list(names) if name is None else (name,):  # in one step: others add to it
                     numbers = names.get(each, ())
                     if each not in values and (last := bisect_left(numbers, count)):

@@ -64,9 +64,9 @@ Part = tuple[Any, ...]  # its start comes first
 class OfTokens(Sealed):
     """What is said of some of a node's tokens: parts in order, which neither overlap nor, where they could be one, touch."""
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_held",)
 
-    _parts: tuple[Part, ...]
+    _held: tuple[Part, ...] | Part  # one part stands by itself: that is what most have
 
     @classmethod
     def _of(cls, parts: Iterable[Part]) -> Self:
@@ -80,8 +80,13 @@ class OfTokens(Sealed):
             else:
                 joined.append(part)
         made: Self = object.__new__(cls)
-        _set_parts(made, tuple(joined))
+        _set_held(made, joined[0] if len(joined) == 1 else tuple(joined))
         return made
+
+    @property
+    def _parts(self) -> tuple[Part, ...]:
+        held = self._held
+        return held if not held or held[0].__class__ is tuple else (held,)
 
     # Of one part. As it is where that is arrays, the first with an entry for each token.
 
@@ -189,7 +194,7 @@ class OfTokens(Sealed):
         return hash((type(self), tuple((part[0], self._stop(part)) for part in self._parts)))
 
 
-_set_parts = seal(OfTokens)["_parts"]
+_set_held = seal(OfTokens)["_held"]
 
 
 def _from_fields(cls: type[OfTokens], fields: tuple[Part, ...]) -> OfTokens:

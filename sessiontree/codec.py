@@ -184,6 +184,8 @@ _READ: Final = Struct(">3BxIxIxIxx32sxQ")
 _ID: Final = slice(20, 20 + ID_BYTES)
 _PLACE: Final = Struct(">IBIBI")  # of session, ordinal and parent, behind four bytes
 _ARRAY: Final = 0x98
+_WHOLE_RECORD, _WITHOUT_DIGEST = b"\x98", b"\xc1"  # the latter is the one byte that msgpack never uses
+_DIGESTED: Final = (bytes([SESSION]), bytes([HEAD]))
 _UINT32: Final = 0xCE
 _BIN8: Final = 0xC4
 _UINT64: Final = 0xCF
@@ -478,6 +480,23 @@ def entry_of(data: bytes) -> Entry:
 def id_in(data: bytes) -> bytes:
     """What stands in the place of the id of an entry; nothing else is looked at."""
     return data[_ID]
+
+
+def without_digest(data: bytes, digest: bytes) -> bytes:
+    """The record of a session or a head without its id, where that is ``digest``, for a place that has this beside it; any other as
+    it is.
+
+    Of these kinds the id is the digest of a name which the record holds, so :func:`decode` takes what :func:`with_digest` gives
+    with no other digest. What is left begins with a byte that no record begins with.
+    """
+    if data[:1] != _WHOLE_RECORD or data[1:2] not in _DIGESTED or data[_ID] != digest:
+        return data
+    return _WITHOUT_DIGEST + data[1 : _ID.start] + data[_ID.stop :]
+
+
+def with_digest(data: bytes, digest: bytes) -> bytes:
+    """What :func:`without_digest` was given."""
+    return _WHOLE_RECORD + data[1 : _ID.start] + digest + data[_ID.start :] if data[:1] == _WITHOUT_DIGEST else data
 
 
 def renumbered(data: bytes, session: int, ordinal: int, parent: int) -> bytes:

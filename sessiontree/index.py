@@ -374,7 +374,7 @@ class NodeIndex:
                 self._adding = 0
 
     def _new_prefixes(self, below: PrefixIndex | None, count: int) -> PrefixIndex:
-        return PrefixIndex(self.tip or self.root, below, self.base_count)
+        return PrefixIndex(self.tip or self.root, self.by_id, below, self.base_count)
 
     def _add_prefixes(self, prefixes: PrefixIndex, count: int) -> PrefixIndex:
         for node in self.nodes[prefixes.count - self.base_count : count - self.base_count]:

@@ -415,15 +415,17 @@ class SessionNodes:
             for at, record in zip(batch.tolist(), records, strict=True):
                 yield children[at], *codec.content_of(record)
 
-    def find(self, node_id: bytes) -> int | None:
+    def find(self, node_id: bytes, is_it: Callable[[int], bool] | None = None) -> int | None:
         if len(node_id) != ID_BYTES:
             return None
         wanted = np.frombuffer(node_id, np.uint64)[0]
+        found: list[int] = []
         for at in self._alike(wanted).tolist():
             if self._places[at] != MISSING and self._columns.entries[self._places[at]]["id"].tobytes() == node_id:
-                ordinal: int = at + self.first
-                return ordinal
-        return None
+                found.append(at + self.first)
+        if is_it is None or len(found) < 2:
+            return found[0] if found else None
+        return next(filter(is_it, found), found[0])
 
     def _alike(self, wanted: np.uint64) -> NDArray[np.int64]:
         """Which ids begin with eight bytes."""
@@ -891,7 +893,7 @@ class Journal:
 
     def stored_at(self, columns: Columns, number: int) -> tuple[SessionTree, dict[bytes, int]]:
         """The same as ``columns`` have it."""
-        chain = self._indexes_of(columns, number)
+        chain, tips = self._indexes_of(columns, number)
         index = chain[-1]
         top = NodeIndex(index.root, index.limits, base=index, base_count=index.count)
         heads: dict[str, StoredHead] = {}
@@ -907,11 +909,14 @@ class Journal:
                 uncertain = damage > (int(known["segment"]), int(known["offset"]))
                 heads[record.name] = StoredHead(index, record.ordinal, record.version, uncertain)
         said = columns.entries["key"][columns.places(codec.ANNOTATION, number)]  # their versions
-        told = StoredAnnotations(chain) if any(index.source.annotated for index in chain) else None
+        told = StoredAnnotations(chain, tips) if any(index.source.annotated for index in chain) else None
         return stored_tree(top, top.count, heads, moves, told, int(said.max(initial=0))), self._pinned(columns, number)
 
-    def _indexes_of(self, columns: Columns, number: int) -> list[StoredIndex]:
-        """The nodes of a session, as far as the log has them, and before them those of the sessions that it was forked from."""
+    def _indexes_of(self, columns: Columns, number: int) -> tuple[list[StoredIndex], list[int | None]]:
+        """The nodes of a session, as far as the log has them, and before them those of the sessions that it was forked from.
+
+        And of each what it was forked from, by ordinal.
+        """
         chain: list[codec.SessionRecord] = []  # of a fork, also the session it was forked from, and so on
         at: int | None = number
         found: list[Columns] = []
@@ -931,7 +936,7 @@ class Journal:
         for record, columns in zip(reversed(chain), reversed(found), strict=True):
             index = self._opened_index(columns, record, indexes[-1] if indexes else None, whole=record.session != number)
             indexes.append(index)
-        return indexes
+        return indexes, [None if record.tip is None else record.tip[1] for record in reversed(chain)]
 
     def _within(self, columns: Columns, number: int) -> Columns:
         """What is known of a session where that of others is known."""

@@ -21,7 +21,7 @@ from sessiontree.details import NO_DETAILS, USUAL_DETAILS, Details
 from sessiontree.digest import ID_BYTES
 from sessiontree.frozen import EMPTY_METADATA
 from sessiontree.locks import new_lock
-from sessiontree.node import Lineage, Node, Up
+from sessiontree.node import Lineage, Node
 from sessiontree.positions import PositionScheme, PositionState
 from sessiontree.tokens import TOKEN_BYTES, Extent, PathCache
 
@@ -33,10 +33,9 @@ _SMALL: Final = 256  # ints up to here are the interpreter's own
 INT_BYTES: Final = getsizeof(2**20)
 _OWN_REFERENCES: Final = 4  # of a string that one map holds: its own, and those of whoever counts them
 _BYTES: Final = getsizeof(b"")
-#: Of every node: itself, its ways up, its id and its state.
-_FIXED_BYTES: Final = sum(
-    map(getsizeof, (object.__new__(Node), Up(None, None, None, 0, b"", None), bytes(ID_BYTES), PositionState(0, 0, 0)))
-)
+#: Of every node: itself, its ways up and its id.
+_FIXED_BYTES: Final = sum(map(getsizeof, (object.__new__(Node), (None, None, None, 0, b"", None), bytes(ID_BYTES))))
+_STATE_BYTES: Final = getsizeof(PositionState(0, 0, 0))
 # Measured: what writes to an extent; of a persistent map, one more version that differs by an entry.
 _PEN_BYTES: Final = 544
 _CALLS_BYTES: Final = 720
@@ -67,17 +66,21 @@ def deep_bytes(*values: object) -> int:
 def node_bytes(node: Node) -> int:
     """What a node takes without its tokens."""
     details, key, stop, runs = node._details, node.key, node.stop, node.runs
-    _, after, top, blocks, carried = node.state
     _, _, _, depth, _, block = node._up
     total = _FIXED_BYTES
+    blocks: Any = ()
+    carried: Any = ()
     if stop > _SMALL:
         total += INT_BYTES
     if depth > _SMALL and depth is not stop:
         total += INT_BYTES
-    if after > _SMALL and after is not stop and after is not depth:
-        total += INT_BYTES
-    if top > _SMALL and top is not stop and top is not depth and top is not after:
-        total += INT_BYTES
+    if node._state is not None:
+        _, after, top, blocks, carried = node._state
+        total += _STATE_BYTES
+        if after > _SMALL and after is not stop and after is not depth:
+            total += INT_BYTES
+        if top > _SMALL and top is not stop and top is not depth and top is not after:
+            total += INT_BYTES
     if block is not None:
         total += getsizeof(block)
     if key is not None:
@@ -87,7 +90,7 @@ def node_bytes(node: Node) -> int:
         total += getsizeof(role)
     if node.media or blocks or carried or node.replayed is not None or runs.__class__ is not int:
         total += deep_bytes(node.media, runs, node.replayed, blocks, carried)
-    elif runs > _SMALL:
+    elif runs > _SMALL and node.parent is not None and runs is not node.parent.state[1]:
         total += INT_BYTES
     if id(details) not in _SHARED_DETAILS:
         parent = node.parent

@@ -78,19 +78,11 @@ class Lineage(NamedTuple):
 PATH_BLOCK: Final = 32
 
 
-class Up(NamedTuple):
-    """The ways up from a node of ``depth`` and ``id``. Walks go from tuple to tuple, and meet nodes only at their end.
-
-    ``jump``: skew-binary, the ways up from an ancestor further up, so that ancestors are found in O(log depth). ``block``: the
-    ``PATH_BLOCK`` nodes above, in path order, of a node whose depth is a multiple of that. A root has none of these.
-    """
-
-    parent: Node | None
-    above: Up | None  # the parent's
-    jump: Up | None
-    depth: int
-    id: bytes
-    block: tuple[Node, ...] | None
+#: (parent, above, jump, depth, id, block): the ways up from a node of ``depth`` and ``id``. Walks go from tuple to tuple, and meet
+#: nodes only at their end. ``above``: those of the parent. ``jump``: skew-binary, those of an ancestor further up: ancestors are
+#: found in O(log depth). ``block``: the ``PATH_BLOCK`` nodes above, in path order, of a node whose depth is a multiple of that.
+#: A root has none of these. No class of its own: each node makes one.
+Up = tuple["Node | None", "Up | None", "Up | None", int, bytes, "tuple[Node, ...] | None"]
 
 
 class Node(Sealed):
@@ -111,6 +103,7 @@ class Node(Sealed):
         "_extent",
         "_lineage",
         "_media_above",
+        "_state",
         "_up",
         "id",
         "key",
@@ -121,7 +114,6 @@ class Node(Sealed):
         "role",
         "runs",
         "start",
-        "state",
         "stop",
     )
 
@@ -134,11 +126,11 @@ class Node(Sealed):
     role: str | None
     key: str | None
     runs: Runs
-    state: PositionState
     replayed: TurnPositions | None
     _details: Details
     _lineage: Lineage
     _extent: Extent
+    _state: PositionState | None  # None: where every token stands at its index
     _up: Up
     _media_above: Node | None  # the nearest node above it that has media; never itself, or only the collector could free it
 
@@ -146,6 +138,15 @@ class Node(Sealed):
 
     def __new__(cls) -> Node:
         raise TypeError("nodes are made by append, commit and the like, not by calling Node")
+
+    @property
+    def state(self) -> PositionState:
+        """The position state after its last token, as decoded."""
+        state: PositionState | None = _get_state(self)
+        if state is not None:
+            return state
+        stop = _get_stop(self)
+        return _plain_state((stop, stop, stop - 1, (), ()))
 
     @property
     def depth(self) -> int:
@@ -224,7 +225,7 @@ class Node(Sealed):
         blocks: list[Sequence[Node]] = [run]
         while block is not None:
             blocks.append(block)
-            block = block[0]._up.block
+            block = block[0]._up[5]
         blocks.reverse()
         return tuple(itertools.chain.from_iterable(blocks))
 
@@ -313,6 +314,8 @@ class Node(Sealed):
         return f"<Node {self.id[:4].hex()} depth={self.depth} tokens=[{self.start}, {self.stop}) {what}{media}>"
 
 
+_get_state, _get_stop = (Node.__dict__[name].__get__ for name in ("_state", "stop"))
+_plain_state = partial(tuple.__new__, PositionState)
 _SET = seal(Node)
 _new = object.__new__
 _set_id = _SET["id"]
@@ -324,7 +327,7 @@ _set_origin = _SET["origin"]
 _set_role = _SET["role"]
 _set_key = _SET["key"]
 _set_runs = _SET["runs"]
-_set_state = _SET["state"]
+_set_state = _SET["_state"]
 _set_replayed = _SET["replayed"]
 _set_details = _SET["_details"]
 _set_lineage = _SET["_lineage"]
@@ -349,12 +352,12 @@ def make_root(lineage: Lineage, extent: Extent) -> Node:
         "role": None,
         "key": None,
         "runs": 0,
-        "state": state,
+        "_state": state,
         "replayed": None,
         "_details": NO_DETAILS,
         "_lineage": lineage,
         "_extent": extent,
-        "_up": Up(None, None, None, 0, identity, None),
+        "_up": (None, None, None, 0, identity, None),
         "_media_above": None,
     }
     for name, value in fields.items():
@@ -402,18 +405,19 @@ def make_child(
     _set_role(node, role)
     _set_key(node, key)
     _set_runs(node, runs)
-    _set_state(node, state)
+    _, after, top, blocks, carried = state
+    plain = after is stop and top == stop - 1 and not blocks and not carried  # one object: no float that is equal
+    _set_state(node, None if plain else state)
     _set_replayed(node, replayed)
     _set_details(node, details)
     _set_lineage(node, parent._lineage)
     _set_extent(node, extent)
-    _set_up(node, _up((parent, above, jump, depth, identity, None if depth % PATH_BLOCK else _block_above(parent))))
+    _set_up(node, (parent, above, jump, depth, identity, None if depth % PATH_BLOCK else _block_above(parent)))
     _set_media_above(node, parent if parent.media else parent._media_above)
     return node
 
 
-_up = partial(tuple.__new__, Up)  # as Up(...), without a Python call
-_piece = partial(tuple.__new__, Piece)
+_piece = partial(tuple.__new__, Piece)  # as Piece(...), without a Python call
 
 
 def _block_above(node: Node) -> tuple[Node, ...]:

@@ -7,8 +7,8 @@ a media item if it is one. So every prefix has one place in the trie: a line, an
 
 Nodes come in commit order, and each adds to the trie what no path before it had, in time proportional to its own tokens. A
 search goes along lines, which is fastest, until a path has forked too often; then it goes from one block of tokens to the next
-by digests. It never looks at what came after the count it is given. One thread at a time adds; searching needs no lock, since what
-is there stays there and every step leaves the trie right.
+by digests, which only what lies behind so many forks has. It never looks at what came after the count it is given. One thread at
+a time adds; searching needs no lock, since what is there stays there and every step leaves the trie right.
 
 A trie may lie over an older version of another one, as a layer that holds what its own nodes add to that and leaves it as it is.
 No place is in both. So a search goes through the layers once, upwards, each from where the one below it had to stop.
@@ -16,8 +16,9 @@ No place is in both. So a search goes through the layers once, upwards, each fro
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from struct import Struct
 from sys import getsizeof
@@ -39,14 +40,16 @@ from sessiontree.spans import (
 from sessiontree.tokens import INT32, TOKEN_BYTES, Extent
 
 BLOCK: Final = 512  # tokens
-_PATIENCE: Final = 32  # lines
+_PATIENCE: Final = 32  # lines, one behind another
 _MOST_BETWEEN: Final = 512
 _FIRST_LOOK: Final = 256  # tokens
 _LONGEST_LOOK: Final = 2**16  # tokens
 _ENDLESS: Final = 2**63
-_LINE_BYTES: Final = 720  # measured: of a line with its lists and what finds it
-_END_BYTES: Final = 160  # of a node's place: how far it brought its line, and where it ends
-_BLOCK_BYTES: Final = 160
+_BITS: Final = 32  # of a path index, and of a number of a node or a line
+_LOW: Final = 2**_BITS - 1
+_LINE_BYTES: Final = 620  # measured: of a line with its arrays and what finds it
+_END_BYTES: Final = 18  # of a node's place: how far it brought its line, and where it ends
+_BLOCK_BYTES: Final = 140
 
 
 class Busy(Exception):
@@ -85,27 +88,28 @@ class PrefixMatch(NamedTuple):
 class _Line:
     """Path tokens ``[start, ...)`` of ``extent``, where ``parent`` is left. Made by nodes, which are known by their numbers.
 
-    ``number``: no two lines that one trie sees have the same. ``grown``: (number, path index up to which that node brought the
-    line). ``media``: the placeholders on it. ``digests``: see :meth:`PrefixIndex._digest_before`; by block, for those that end on
-    it.
+    ``number``: no two lines that one trie sees have the same. ``forks``: how many lines of its own trie lead to it, itself
+    included. ``grown``: (number, path index up to which that node brought the line) as one number, ``number * 2**32 + index``; both
+    ascend. ``media``: the placeholders on it. ``digests``: see :meth:`PrefixIndex._digest_before`; by block, for those that end
+    on it.
     """
 
-    __slots__ = ("digests", "extent", "grown", "media", "number", "parent", "start")
+    __slots__ = ("digests", "extent", "forks", "grown", "media", "number", "parent", "start")
 
-    def __init__(self, number: int, parent: _Line | None, start: int, extent: Extent) -> None:
+    def __init__(self, number: int, parent: _Line | None, start: int, extent: Extent, forks: int = 0) -> None:
         self.number = number
         self.parent = parent
         self.start = start
         self.extent = extent
-        self.grown: list[tuple[int, int]] = []
+        self.forks = forks
+        self.grown = array("Q")
         self.media: list[Placeholders] = []
         self.digests: dict[int, bytes] = {}
 
     def along(self, at: int, history: History, count: int) -> int:
         """Path index up to which ``history`` is what the first ``count`` nodes brought from ``at`` on."""
-        number, reached = self.grown[-1]
-        if number >= count:
-            reached = self.visible(count)
+        last = self.grown[-1]
+        reached = last & _LOW if last >> _BITS < count else self.visible(count)
         if at >= reached:
             return at
         return _common(self.extent.buffer, self.extent.origin, self.media, at, min(reached, history.stop), history)
@@ -113,14 +117,14 @@ class _Line:
     def visible(self, count: int) -> int:
         """Path index up to which the first ``count`` nodes brought it; 0 where none of them did."""
         grown = self.grown
-        at = bisect_left(grown, (count, 0)) - 1
-        return grown[at][1] if at >= 0 else 0
+        at = bisect_left(grown, count << _BITS) - 1
+        return grown[at] & _LOW if at >= 0 else 0
 
     def maker(self, at: int) -> int:
         """The number of the node that brought it as far as path index ``at``; endless where none has."""
         grown = self.grown
-        number = bisect_left(grown, at, key=lambda grown: grown[1])
-        return grown[number][0] if number < len(grown) else _ENDLESS
+        place = bisect_left(grown, at, key=_LOW.__and__)
+        return grown[place] >> _BITS if place < len(grown) else _ENDLESS
 
 
 class _Path(_Line):
@@ -154,14 +158,15 @@ class _Path(_Line):
         return self.tip.node_at(stop - 1) if stop else self.tip.ancestor(0)
 
 
-_Ends = tuple[list[tuple[int, int]], list[tuple[int, int]]]
+_Ends = tuple["array[int]", "array[int]"]
 
 
 class PrefixIndex:
     """The trie of the first ``count`` nodes of a tree.
 
-    ``first``: the number of the first of its own ``nodes``: behind the path of ``tip``, or, for a layer, behind the first
-    ``base_count`` nodes of ``base``, which has taken them in.
+    ``numbers``: of its own nodes, by id, where whoever adds them keeps that. ``first``: the number of the first of its own
+    ``nodes``: behind the path of ``tip``, or, for a layer, behind the first ``base_count`` nodes of ``base``, which has taken them
+    in.
     """
 
     __slots__ = (
@@ -171,14 +176,16 @@ class PrefixIndex:
         "_ends",
         "_first_branches",
         "_first_line",
+        "_lines",
         "_next_line",
+        "_numbers",
         "_path",
-        "_places",
         "first",
         "nodes",
     )
 
-    def __init__(self, tip: Node, base: PrefixIndex | None = None, base_count: int = 0) -> None:
+    def __init__(self, tip: Node, numbers: Mapping[bytes, int], base: PrefixIndex | None = None, base_count: int = 0) -> None:
+        self._numbers = numbers
         self.nodes: list[Node] = []
         if base is None:
             self.first = tip.depth + 1
@@ -193,10 +200,10 @@ class PrefixIndex:
         self._next_line: int = self._first_line
         self._branches: dict[Any, _Line] = {}  # by line, path index and what stands there
         self._first_branches: dict[int, int] = {}  # by line and path index, the number of the node
-        # By line, (path index, number) of the first node that ends there, in two sorted lists: those that came in order, and
-        # some of those that came in between. A list that a reader may have in hand only grows at its end.
+        # By line, (path index, number) of the first node that ends there, as ``index * 2**32 + number``, in two sorted arrays:
+        # those that came in order, and some of those that came in between. One that a reader may have in hand grows at its end.
         self._ends: dict[int, _Ends] = {}
-        self._places: dict[bytes, _Line] = {}  # the line that each node ends on
+        self._lines: list[_Line] = []  # that each node ends on; one of them may not be in ``nodes`` yet
         self._blocks: dict[bytes, _Line] = {}  # by digest, the line that the block ends on
 
     @property
@@ -220,42 +227,46 @@ class PrefixIndex:
                 known_media = max(known, line.media[-1].stop if line.media else 0)
                 join_placeholders(line.media, placeholders_behind(history.media, known_media))
                 self._add_blocks(line, node, known)
-                line.grown.append((number, stop))  # from here on the rest is seen
+                line.grown.append((number << _BITS) + stop)  # from here on the rest is seen
                 if line is not left:
                     self._first_branches.setdefault(_place(left, known), number)
                     self._branches[_key(left, known, history)] = line
             self._add_end(line, stop, number)
-        self._places[node.id] = line
+        self._lines[number - self.first :] = (line,)
         self.nodes.append(node)
 
     def _place_of(self, node: Node) -> _Line:
         """The line that a node, of its own or below, ends on."""
-        line = self._places.get(node.id)
-        for trie, _ in reversed(self._below):
-            if line is not None:
-                break
-            line = trie._place(node)
-        return self._path if line is None else line
+        own = self._numbers.get(node.id, -1) - self.first
+        if own >= 0:
+            return self._lines[own]
+        below = (trie._place(node) for trie, _ in reversed(self._below))
+        return next((line for line in below if line is not None), self._path)
 
     def _place(self, node: Node) -> _Line | None:
         """The line that a node of its own ends on."""
-        return self._places.get(node.id)
+        at = self._numbers.get(node.id, -1) - self.first
+        return self._lines[at] if 0 <= at < len(self.nodes) else None
 
     def complete(self, line: _Line, at: int, history: History) -> None:
         """Take in all that goes on as ``history`` does from a place on. Here that is so from the start: see StoredPrefixes."""
 
     def _line_from(self, left: _Line, at: int, node: Node) -> _Line:
         """The line for the tokens of the next node behind path index ``at`` of ``left``: that one, if it can grow, or a branch."""
-        if left.number >= self._first_line and left.grown[-1][1] == at and left.extent is node._extent:
+        own = left.number >= self._first_line
+        if own and left.grown[-1] & _LOW == at and left.extent is node._extent:
             return left
         number = self._next_line
         self._next_line = number + 1
-        return _Line(number, left, at, node._extent)
+        return _Line(number, left, at, node._extent, left.forks + 1 if own else 1)
 
     def _add_blocks(self, line: _Line, node: Node, known: int) -> None:
-        """Take in the blocks that end on a line because of ``node``, behind path index ``known``."""
+        """Take in the blocks that end on a line because of ``node``, behind path index ``known``.
+
+        Only behind so many forks are they ever looked for.
+        """
         first, last = known // BLOCK, node.stop // BLOCK
-        if first == last:
+        if first == last or line.forks <= _PATIENCE:
             return
         digest = self._digest_before(line, known)
         start, stop = first * BLOCK, last * BLOCK
@@ -267,24 +278,25 @@ class PrefixIndex:
 
     def _add_end(self, line: _Line, at: int, number: int) -> None:
         """Note that a node ends at path index ``at`` of ``line``, if it is the first."""
-        ends, between = self._ends.get(line.number) or self._ends.setdefault(line.number, ([], []))
+        ends, between = self._ends.get(line.number) or self._ends.setdefault(line.number, (array("Q"), array("Q")))
         if _end_before(ends, at)[0] == at or _end_before(between, at)[0] == at:
             return
-        if not ends or ends[-1][0] < at:
-            ends.append((at, number))
-        elif not between or between[-1][0] < at:
-            between.append((at, number))
+        end = (at << _BITS) + number
+        if not ends or ends[-1] < end:
+            ends.append(end)
+        elif not between or between[-1] < end:
+            between.append(end)
         else:
-            between = sorted([*between, (at, number)])
+            between = array("Q", sorted([*between, end]))
             self._ends[line.number] = ends, between
         if len(between) > _MOST_BETWEEN:
-            self._ends[line.number] = sorted(ends + between), []
+            self._ends[line.number] = array("Q", sorted(ends + between)), array("Q")
 
     def held_bytes(self) -> int:
         """What it takes beside the nodes, about: its tables, and for each line and each end what they hold of it."""
-        tables = (self.nodes, self._branches, self._first_branches, self._ends, self._places, self._blocks)
+        tables = (self.nodes, self._branches, self._first_branches, self._ends, self._lines, self._blocks)
         lines = self._next_line - self._first_line + 1
-        return sum(map(getsizeof, tables)) + lines * _LINE_BYTES + len(self._places) * _END_BYTES + len(self._blocks) * _BLOCK_BYTES
+        return sum(map(getsizeof, tables)) + lines * _LINE_BYTES + len(self.nodes) * _END_BYTES + len(self._blocks) * _BLOCK_BYTES
 
     def search(self, history: History, count: int) -> tuple[PrefixMatch, Node | None]:
         """How far ``history``, from the root on, is known among the first ``count`` nodes.
@@ -328,7 +340,7 @@ class PrefixIndex:
         stop = history.stop
         while at < stop:
             branch = self._branches.get(_key(line, at, history))
-            if branch is None or branch.grown[0][0] >= count:
+            if branch is None or branch.grown[0] >> _BITS >= count:
                 break
             if not most:
                 return line, at, True
@@ -351,10 +363,10 @@ class PrefixIndex:
     def _digest_before(self, line: _Line, at: int) -> bytes:
         """The digest of a path up to the last end of a block at or before path index ``at`` of ``line``.
 
-        Digests start from the place where a path leaves what lies below, which a search has come by.
+        Digests start from the place where a search by lines would have to stop, which it has come by.
         """
         block = at // BLOCK
-        while line.number >= self._first_line:
+        while line.number >= self._first_line and line.forks > _PATIENCE:
             if line.start < block * BLOCK:
                 return line.digests[block]
             assert line.parent is not None  # only the first line has none, which is not one of its own
@@ -402,11 +414,11 @@ def _last_end(line: _Line, left: int, layers: _Layers) -> Node:
         line, left = line.parent, line.start
 
 
-def _end_before(ends: Sequence[tuple[int, int]], at: int, count: int = _ENDLESS) -> tuple[int, int]:
-    place = bisect_right(ends, (at, _ENDLESS)) - 1
-    while place >= 0 and ends[place][1] >= count:
+def _end_before(ends: array[int], at: int, count: int = _ENDLESS) -> tuple[int, int]:
+    place = bisect_right(ends, (at << _BITS) + _LOW) - 1
+    while place >= 0 and ends[place] & _LOW >= count:
         place -= 1
-    return ends[place] if place >= 0 else (-1, -1)
+    return divmod(ends[place], 2**_BITS) if place >= 0 else (-1, -1)
 
 
 def _digest(before: bytes, block: int, history: History) -> bytes:
@@ -427,7 +439,7 @@ def _key(line: _Line, at: int, history: History) -> Any:
 
 
 def _place(line: _Line, at: int) -> int:
-    return (line.number << 32) + at
+    return (line.number << _BITS) + at
 
 
 _token = Struct("<i").unpack_from

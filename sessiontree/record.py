@@ -92,7 +92,8 @@ def plan_record(
     scheme = match.node.scheme
     if cut < count:
         turn = plan_turn(scheme, at, prompt[cut * TOKEN_BYTES :], items_behind(media, cut), "input", role)
-        made.append(Pending(turn, prompt_details._replace(links=links_to(sources, match.within or match.node, cut))))
+        links = links_to(sources, match.within or match.node, cut)
+        made.append(Pending(turn, prompt_details._replace(links=links) if links else prompt_details))
         at = turn
     made.append(Pending(plan_turn(scheme, at, completion, (), "generated", completion_role, key), details))
     fork = _fork(match, beyond, prompt)

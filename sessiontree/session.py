@@ -31,7 +31,7 @@ from pyrsistent import PMap
 
 from sessiontree import news
 from sessiontree.annotations import Annotation, TokenWindow, checked
-from sessiontree.details import NO_DETAILS, Details
+from sessiontree.details import NO_DETAILS, USUAL_DETAILS, Details
 from sessiontree.draft import Draft, HowClosed, checked_finish_reason
 from sessiontree.drift import Decode, decoder_of
 from sessiontree.edits import Content, Edit, Plan, links_to, plan_linear, plan_prefix, plan_rewrite, without_bos
@@ -554,8 +554,10 @@ class Session:
         prompt, completion = (token_bytes(ids, self.max_tokens) for ids in (prompt_token_ids, completion_token_ids))
         items = tuple(media)
         role = checked_text(role, "role")
-        prompt_details = Details(freeze_metadata(prompt_metadata))
-        details = Details(freeze_metadata(metadata), finish_reason, "keep")
+        prompt_details = NO_DETAILS if prompt_metadata is None else Details(freeze_metadata(prompt_metadata))
+        details = USUAL_DETAILS.get(finish_reason) if metadata is None else None
+        if details is None:
+            details = Details(freeze_metadata(metadata), finish_reason, "keep")
         sources, decoder = tuple(map(self._found, derived_from)), decoder_of(decode, special_ids)
         said = {} if annotations is None else checked(annotations, len(completion) // TOKEN_BYTES, completion_role)
         while True:

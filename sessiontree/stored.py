@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
@@ -142,7 +143,8 @@ class NodeSource(Protocol):
     def contents(self, ordinals: Sequence[int]) -> Iterator[Content]:
         """What nodes hold, in any order. The checksums of their records are checked and nothing else. Raises CorruptTree."""
 
-    def find(self, node_id: bytes) -> int | None: ...
+    def find(self, node_id: bytes, is_it: Callable[[int], bool] | None = None) -> int | None:
+        """The ordinal of a node; of several, where it was dropped and made again: of the one that ``is_it``, or the first."""
 
     def differing(self, older: Any) -> tuple[Sequence[int], Sequence[int]]:
         """Ordinals of the nodes here that an older look at the same session had not, and of those that only that one had.
@@ -290,13 +292,21 @@ class StoredIndex(NodeIndex):
             else:
                 yield ordinal, node._extent.read_bytes(node.start, node.stop), node.media
 
-    def ordinal_of(self, node: Node) -> int | None:
-        """The ordinal of a node that is here, or on the path it lies over."""
+    def ordinal_of(self, node: Node, below: int | None = None) -> int | None:
+        """The ordinal of a node that is here, or on the path it lies over.
+
+        ``below``: that of a node whose path it is on, which tells it from others of its id, that were dropped or made after it was.
+        """
         if node.parent is None:
             return 0
         if self.tip is not None and is_on_path(node, self.tip):
             return node.depth
-        return self.source.find(node.id)
+        return self.source.find(node.id, None if below is None else partial(self._is_above, below))
+
+    def _is_above(self, below: int, ordinal: int) -> bool:
+        while below > ordinal:
+            below = self.source.parent_of(below)
+        return below == ordinal
 
     def node(self, ordinal: int) -> Node:
         """The node of an ordinal. Raises CorruptTree where its record, or that of a node before it, is damaged."""

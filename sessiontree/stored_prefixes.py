@@ -15,6 +15,7 @@ all of their paths, and checked against their ids as every node is. Where damage
 from __future__ import annotations
 
 import itertools
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -31,10 +32,12 @@ from sessiontree.locks import new_lock
 from sessiontree.media import MediaItem
 from sessiontree.node import Node, placed_media
 from sessiontree.prefixes import (
+    _BITS,
     _BLOCK_BYTES,
     _END_BYTES,
     _ENDLESS,
     _LINE_BYTES,
+    _LOW,
     Busy,
     History,
     PrefixIndex,
@@ -134,7 +137,7 @@ class StoredPrefixes(PrefixIndex):
     __slots__ = ("_answers", "_children", "_completed", "_count", "_lock", "_stored", "_taken", "_thread", "_waiting")
 
     def __init__(self, nodes: StoredNodes, count: int) -> None:
-        super().__init__(nodes.tip or nodes.root)
+        super().__init__(nodes.tip or nodes.root, {})
         self._stored = nodes
         self._count = count
         self._lock = new_lock()
@@ -348,7 +351,7 @@ class StoredPrefixes(PrefixIndex):
         line, stop = left, history.stop
         if known < stop:
             data = history.data[(known - history.origin) * TOKEN_BYTES :]
-            grows = left.number and left.grown[-1][1] == known == left.extent.end
+            grows = left.number and left.grown[-1] & _LOW == known == left.extent.end
             if grows:
                 left.extent.append(data)
             else:
@@ -381,10 +384,10 @@ class StoredPrefixes(PrefixIndex):
 
     def _add_end(self, line: _Line, at: int, number: int) -> None:
         for ends in self._ends.get(line.number, ()):
-            place = bisect_left(ends, (at, 0))
-            if place < len(ends) and ends[place][0] == at:
-                if ends[place][1] > number:
-                    ends[place] = at, number
+            end = (at << _BITS) + number
+            place = bisect_left(ends, at << _BITS)
+            if place < len(ends) and ends[place] >> _BITS == at:
+                ends[place] = min(ends[place], end)
                 return
         super()._add_end(line, at, number)
 
@@ -402,19 +405,20 @@ class _ById:
 def _hold(line: _Line, number: int, at: int) -> None:
     """Note that a node holds a line up to path index ``at``: kept if none with a lower number holds as much.
 
-    A reader may have the list in hand: it grows at its end, or is replaced.
+    A reader may have the array in hand: it grows at its end, or is replaced.
     """
     if not line.number:
         return  # the nodes of the first line come before all others
     grown = line.grown
-    if not grown or (grown[-1][0] < number and grown[-1][1] < at):
-        grown.append((number, at))
+    held = (number << _BITS) + at
+    if not grown or (grown[-1] >> _BITS < number and grown[-1] & _LOW < at):
+        grown.append(held)
         return
-    place = bisect_left(grown, at, key=itemgetter(1))
-    if place < len(grown) and grown[place][0] <= number:
+    place = bisect_left(grown, at, key=_LOW.__and__)
+    if place < len(grown) and grown[place] >> _BITS <= number:
         return
-    behind = place + 1 if place < len(grown) and grown[place][1] == at else place
-    line.grown = [*grown[: bisect_left(grown, (number, 0), 0, place)], (number, at), *grown[behind:]]
+    behind = place + 1 if place < len(grown) and grown[place] & _LOW == at else place
+    line.grown = grown[: bisect_left(grown, number << _BITS, 0, place)] + array("Q", [held]) + grown[behind:]
 
 
 def _begins_so(history: History, at: int, data: bytes, media: Sequence[Placeholders]) -> bool:

@@ -33,6 +33,7 @@ INT32: Final = np.dtype("<i4")
 TOKEN_BYTES: Final = 4
 MAX_TOKEN_ID: Final = 2**31 - 1
 _MANY: Final = 16_384  # bytes, from which on NumPy is faster than bytes are
+_ROOM: Final = 2**19  # bytes
 
 _NO_TOKENS: Final[NDArray[np.int32]] = np.frombuffer(bytes(TOKEN_BYTES), INT32)[:0]
 
@@ -191,7 +192,7 @@ class Extent:
         needed = used + len(data)
         pen = self._pen
         if pen is None or needed > len(pen):
-            larger, pen = writable_bytes(max(64, needed + needed // 4))
+            larger, pen = writable_bytes(max(64, needed + _room_behind(needed)))
             pen[:used] = memoryview(self.buffer)[:used]
             self._pen = None  # an interrupt in between must not leave the pen of another buffer
             self.buffer = larger
@@ -242,6 +243,11 @@ class Extent:
             extent = extent.parent
         pieces.reverse()
         return b"".join(pieces)
+
+
+def _room_behind(used: int) -> int:
+    """How many bytes to leave for what comes behind so many: a quarter up to ``_ROOM``, a sixteenth where that is more."""
+    return max(min(used // 4, _ROOM), used // 16)
 
 
 class _Fork(weakref.ref[Extent]):

@@ -761,6 +761,33 @@ def test_a_log_gives_back_what_it_took() -> None:
     assert layer.held_bytes() < log.held_bytes() + 1
 
 
+def test_every_value_sees_what_was_said_by_then() -> None:
+    """Of a node with one thing said and with many, by names that come again, in one log and in layers over old values."""
+    session = text_session()
+    nodes = [session.append(session.root, [number]) for number in range(3)]
+    names = ("a", "b", "c")
+    values, said = [session.tree], [{node.id: dict[str, int]() for node in nodes}]
+
+    def add(value: SessionTree, at: int, node: Node, name: str, what: int) -> None:
+        values.append(value)
+        said.append({node_id: dict(known) for node_id, known in said[at].items()})
+        said[-1][node.id][name] = what
+
+    for what, (number, each) in enumerate([(0, 0), (1, 1), (0, 0), (0, 1), (1, 0), (0, 0), (1, 1), (2, 2)], 100):
+        session.annotate(nodes[number], {names[each]: what})
+        add(session.tree, -1, nodes[number], names[each], what)
+    assert values[-1]._log is values[1]._log, "all of these in one"
+    for at in range(len(said)):
+        node, name = nodes[at % 2], names[at % 3]
+        add(values[at].annotate(node, {name: 200 + at}), at, node, name, 200 + at)
+        add(values[-1].annotate(nodes[2], {"c": 300 + at}), -1, nodes[2], "c", 300 + at)
+    for value, known in zip(values, said, strict=True):
+        for node in nodes:
+            assert value.annotations(node) == known[node.id]
+            assert value._read_said([node], "a")[0].keys() <= {"a"}
+            assert [value.annotation(node, name) for name in names] == [known[node.id].get(name) for name in names]
+
+
 def test_memory_counts_what_is_said() -> None:
     store = SessionStore.in_memory()
     session = store.create("s", scheme="text@hf5")

@@ -108,6 +108,27 @@ def test_a_fork_sees_what_its_source_says_later_when_it_is_opened_again() -> Non
         assert store.get("fork").annotations(node.id) == {"a": 3, "b": 2, "c": 3}
 
 
+def test_a_fork_of_a_node_that_was_dropped_and_made_again_has_what_is_said_of_that_one() -> None:
+    disk = Disk()
+    with open_on(disk) as store:
+        session = text_session(store)
+        for number in range(3):  # each under an ordinal of its own, all of one id
+            node = session.append(session.root, [1, 2], annotations={"a": number, f"only {number}": True})
+            fork = store.fork(session, node, f"fork {number}")
+            fork.append(node, [3])
+            assert fork.annotations(node) == {"a": number, f"only {number}": True}
+            session.drop(node)
+        before = all_said(store)
+    for _ in range(2):
+        with open_on(disk) as store:
+            assert all_said(store) == before
+            for number in range(3):
+                fork = store.get(f"fork {number}")
+                assert fork.tree.annotations(fork.tree.node(node.id)) == {"a": number, f"only {number}": True}
+                assert set(store.get(f"fork {number}").tree._log.source.named("a").values()) == {number}  # type: ignore[union-attr]
+            store.gc()
+
+
 def test_a_fork_at_a_prefix_keeps_what_the_whole_said_when_that_is_gone() -> None:
     disk = Disk()
     with open_on(disk) as store:

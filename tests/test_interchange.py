@@ -96,19 +96,42 @@ def test_turns_in_any_order_make_the_same_tree(data: st.DataObject) -> None:
 def test_a_parent_that_never_comes_and_one_that_is_its_own_end_the_import(file: Path) -> None:
     """Nothing of such a conversation stays; salvaged, each is counted and every turn is there once."""
     first = said("a", None)
-    for what, turns in {
-        "no such parent": (first, said("b", "nobody"), said("c", "b")),
-        "its parents lead back to itself": (first, said("b", "d"), said("c", "b"), said("d", "c")),
-    }.items():
+    for what, at, turns in (
+        ("no such parent", "b", (first, said("b", "nobody"), said("c", "b"))),
+        ("its parents lead back to itself", "d", (first, said("b", "d"), said("c", "b"), said("d", "c"), said("e", "d"))),
+    ):
         store = SessionStore.in_memory()
         with pytest.raises(InterchangeError, match=what) as caught:
             import_file(store, file, of_turns(*turns))
-        assert (caught.value.path, caught.value.place) == ("talk.txt", "'b'")
+        assert (caught.value.path, caught.value.place) == ("talk.txt", f"'{at}'")
         assert store.sessions() == ()
         report = import_file(store, file, of_turns(*turns), salvage=True)
-        assert [(loss.what, loss.count, loss.first) for loss in report.faults] == [(what, 1, "'b'")]
-        assert set(parents(store)) == {turn.id for turn in turns}
-        assert parents(store)["b"] is None and parents(store)["c"] == "b"
+        assert [(loss.what, loss.count, loss.first) for loss in report.faults] == [(what, 1, f"'{at}'")]
+        assert parents(store) == {turn.id: None if turn.id == at else turn.parent for turn in turns}
+
+
+@given(st.data())
+def test_any_graph_of_parents_is_salvaged_whole(data: st.DataObject) -> None:
+    """Cycles, parents that are not there, turns that are their own parents: every turn is there once, under its parent or first."""
+    count = data.draw(st.integers(1, 9))
+    turns = [said(str(at), data.draw(st.sampled_from([None, *map(str, range(count + 2))]))) for at in range(count)]
+    store = SessionStore.in_memory()
+    report = import_file(store, Path(__file__), of_turns(*turns), salvage=True)
+    found = parents(store)
+    assert set(found) == {turn.id for turn in turns}
+    moved = [turn.id for turn in turns if found[turn.id] != turn.parent]
+    assert all(found[turn_id] is None for turn_id in moved)
+    assert sum(loss.count for loss in report.faults) == len(moved), "no more than what is counted"
+    cycles = sum(loss.count for loss in report.faults if loss.what == "its parents lead back to itself")
+    above = {turn.id: turn.parent for turn in turns}
+    on_cycles = set()
+    for turn in turns:
+        path = [turn.id]
+        while isinstance(parent := above.get(path[-1]), str) and parent not in path:
+            path.append(parent)
+        if parent in path:
+            on_cycles.add(frozenset(path[path.index(parent) :]))
+    assert cycles == len(on_cycles), "one turn of each"
 
 
 def test_a_second_turn_of_the_same_id_is_a_fault(file: Path) -> None:

@@ -212,20 +212,50 @@ def test_how_most_generations_end_is_counted_for_none_of_them() -> None:
     assert memory.node_bytes(other) - memory.node_bytes(usual) >= sys.getsizeof(other._details)
 
 
-def test_what_a_node_takes_is_what_its_parts_take() -> None:
-    """Each number once, whatever else is the same one."""
-    session = SessionStore.in_memory().create("one", scheme="text@hf5")
-    node = session.root
+def test_what_long_turns_take_beside_their_values() -> None:
+    """With all that finds them, and finds histories again; the room behind their tokens is half a MiB at most."""
+    values = np.ones(2000, np.float32)
+
+    def rollout(turns: int) -> Session:
+        session = SessionStore.in_memory().create("rollout", scheme="text@hf5")
+        whole = ids(turns * 2000)
+        for stop in range(2000, len(whole) + 1, 2000):
+            session.record(whole[: stop - 1999], whole[stop - 1999 : stop], annotations={"logprobs": values[1:]})
+        return session
+
+    rollout(1)
+    taken = []
+    for turns in (200, 400):
+        with traced() as grown:
+            session = rollout(turns)
+            extent = session.tree.leaves()[0]._extent
+            room = len(extent.buffer) - turns * 8000
+            assert room <= 2**19
+            taken.append(grown() - room - turns * 16_000)
+            del session, extent
+    assert taken[1] - taken[0] < 200 * 1700
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_what_a_node_takes_is_what_its_parts_take(seen: bool) -> None:
+    """Each number once, whatever else is the same one; a state only where positions are not just indexes."""
+    session = SessionStore.in_memory().create("one", scheme=VL)
+    start = node = session.append(session.root, ids(20), media=[picture(1)]) if seen else session.root
     for count in (1, 300, 1, *[5] * 300):
         node = session.append(node, ids(count), role="user")
-    path = node.path()[1:]
-    for node in path:
-        assert isinstance(node.runs, int)
-        numbers = {id(number): number for number in (node.stop, node.depth, node.runs, *node.state[1:3]) if number > 256}
-        parts = [node, node._up, node.id, node.state, *numbers.values()]
-        expected = sum(map(sys.getsizeof, parts)) + (0 if node._up.block is None else sys.getsizeof(node._up.block))
-        shared = node.runs > 256 and any(node.runs is number for number in (node.stop, node.depth, *node.state[1:3]))
-        assert memory.node_bytes(node) == expected + shared * memory.INT_BYTES
+    draft = session.draft(node)
+    draft.extend(ids(8))
+    for node in draft.commit().path()[start.depth + 1 :]:
+        assert isinstance(node.runs, int) and node.parent is not None
+        assert (node._state is not None) == seen
+        assert node.state[0] == node.stop and node.state[2] == node.state[1] - 1
+        assert seen or node.state[1] == node.stop
+        kept = () if node._state is None else (node._state,)
+        others = [part for part in (node.key, node._up[5]) if part is not None]
+        own = (node.stop, node.depth, node.runs, *(number for state in kept for number in state[1:3]))
+        numbers = {id(number): number for number in own if number > 256 and number is not node.parent.state[1]}
+        parts = [node, node._up, node.id, *kept, *others, *numbers.values()]
+        assert memory.node_bytes(node) == sum(map(sys.getsizeof, parts))
 
 
 def test_the_path_of_a_fork_is_counted_when_its_session_is_gone() -> None:

@@ -46,6 +46,8 @@ from sessiontree.backends.postgres_statements import (
 )
 from sessiontree.backends.postgres_writer import Writer
 from sessiontree.backends.shared import BEGINNING, LONG, Backend, Change, Look, NewNode, NewSession, NodeRow, Removal
+from sessiontree.index import Limits
+from sessiontree.node import Namespace
 from sessiontree.testing.together import in_threads
 from tests.backend_contract import BackendContract
 from tests.backend_writing import Connect
@@ -119,6 +121,13 @@ def make(backend: Backend, name: str = "s", nodes: int = 0, **more: Any) -> int:
     new = NewSession(number, name, more.pop("tenant", None), b"record", [node(at) for at in range(1, nodes + 1)], **more)
     assert backend.sessions.create(new) == "made"
     return number
+
+
+def fork_of(number: int, fork: int, tip: int = 500) -> NewSession:
+    """A fork of a session, with the record that a store writes of one. ``tip``: the ordinal of its tip."""
+    name = f"fork-{fork}"
+    record = codec.SessionRecord(fork, name, "", (), Namespace(), "", Limits(None, 0), bytes(32), (number, tip))
+    return NewSession(fork, name, None, codec.encode(record), (), (number, tip))
 
 
 def wait_for(sql: psycopg.Connection[Any], condition: str, *parameters: Any) -> Any:
@@ -201,6 +210,32 @@ def test_what_a_row_says_of_a_record_is_put_before_it_again(
     assert list(backend.nodes.read(number, [1, 2, 3])) == list(backend.nodes.read(number, [1, 2, 3, 5]))[:3] == records
     whole = sql.execute("SELECT array_agg(ordinal) FROM sessiontree.bodies WHERE session = %s", (number,)).fetchone()
     assert whole == ([3] if 0 <= more <= LONGEST_HEAD else [1, 2, 3],)
+
+
+def test_the_digest_of_a_name_does_not_stand_beside_it(backend: Backend, sql: psycopg.Connection[Any]) -> None:
+    """Nor of a head's; in each way of writing. Where it is another's, or of another kind, it is a record's own."""
+    source = make(backend, nodes=1)
+    (number,) = backend.sessions.draw(1)
+    new = fork_of(source, number, tip=1)
+    refs = {}
+    for name in ("main", "other", "third"):
+        record = codec.encode(codec.HeadRecord(number, name, 1, 1))
+        refs[b"h" + codec.id_in(record)] = record
+    refs[b"h" + bytes(32)] = record
+    pin = codec.encode(codec.PinRecord(number, 1, codec.id_in(record), True))
+    refs[b"p" + codec.id_in(pin)] = pin
+    one, two, *more = refs.items()
+    assert backend.sessions.create(new._replace(refs=dict([one]))) == "made"
+    assert backend.sessions.commit([Change(number, 0, 1, (), dict([two]))]) == [True]
+    assert backend.sessions.commit([Change(number, 1, 2, (), dict(more))]) == [True]
+    found = look(backend, number)
+    assert (found.record, found.refs) == (new.record, refs)
+    assert backend.sessions.read_refs(number, [*refs, b"h"]) == [*refs.values(), None]
+    rows = "SELECT name, record FROM sessiontree.{} WHERE {} = %s"
+    ((_, kept),) = sql.execute(rows.format("sessions", "number"), (number,)).fetchall()
+    assert len(kept) == len(new.record) - 32
+    saved = [len(refs[name]) - len(kept) for name, kept in sql.execute(rows.format("refs", "session"), (number,)).fetchall()]
+    assert sorted(saved) == [0, 0, 32, 32, 32]
 
 
 def test_numbers_are_unsigned_where_a_record_begins(sql: psycopg.Connection[Any], backend: Backend) -> None:
@@ -323,7 +358,7 @@ def test_bytes_on_disk(backend: Backend, sql: psycopg.Connection[Any]) -> None:
         if fork % 1000 == 100:  # the tables have their maps of free space by then
             taken.append(size())
         (drawn,) = backend.sessions.draw(1)
-        assert backend.sessions.create(NewSession(drawn, f"fork-{fork}", None, bytes(136), (), (number, 500), 0)) == "made"
+        assert backend.sessions.create(fork_of(number, drawn)) == "made"
         row = node(501).row  # a turn of 16 tokens
         turn = NewNode(row, codec.beginning_of_node(drawn, 501, 500, row.id, 0) + bytes(104))
         assert backend.sessions.commit([Change(drawn, 0, 1, [turn])]) == [True]

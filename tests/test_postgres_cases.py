@@ -84,7 +84,7 @@ def test_c85_another_model_or_scheme_is_refused(postgres_url: str) -> None:
 
 
 COLUMNS = [
-    *(("sessions", "record"), ("nodes", "id"), ("nodes", "parent"), ("nodes", "head"), ("bodies", "body")),
+    *(("sessions", "name"), ("sessions", "record"), ("nodes", "id"), ("nodes", "parent"), ("nodes", "head"), ("bodies", "body")),
     *(("refs", "name"), ("refs", "record"), ("names", "record")),
 ]
 

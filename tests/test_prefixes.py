@@ -1483,6 +1483,26 @@ def test_a_path_that_forked_often_is_found_by_blocks(over: str) -> None:
     assert work.lines < 5_000
 
 
+@pytest.mark.parametrize("patience", [0, 2])
+def test_only_what_lies_behind_many_forks_has_blocks(patience: int) -> None:
+    """In each layer: a search begins there by lines."""
+    with small_blocks(2, patience):
+        session = new_session()
+        at: Node = session.append(session.root, [3] * 9)
+        tree: SessionTree = session.tree
+        for under in (tree, tree.append(session.root, [4])[0]):
+            target: Target = under
+            node = at
+            for forks in range(1, 6):
+                target, _ = put(target, node, text(8, forks))
+                target, node = put(target, node, text(*[5] * 9))
+                assert target.longest_prefix([*node.input_ids().tolist(), 1]).node == node
+                value = tree_of(target)
+                index = value._index.prefixes(len(value))
+                assert bool(index._blocks) == (index._lines[-1].forks > patience)
+                assert index._lines[-1].forks == forks
+
+
 def test_nodes_are_taken_in_once_and_by_their_own_length() -> None:
     session = new_session()
     prompt = session.append(session.root, range(SHARED))

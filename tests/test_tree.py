@@ -824,3 +824,12 @@ def test_a_held_node_keeps_its_path_alive_and_nothing_else() -> None:
     assert [one() for one in gone] == [None, None]
     assert kept() is fork.root
     assert fork.append(held, [3])[1].input_ids().tolist() == [1, 2, 3]
+
+
+def test_a_state_that_only_begins_as_plain_text_does_is_kept() -> None:
+    """Text goes on at its index, and something further up stands behind that."""
+    session = SessionStore.in_memory().create("s", scheme="text@hf5")
+    table = ExternalPositions([[0, 1]], next_position=2, max_position=100)
+    node = session.append(session.root, [5, 6], positions=table)
+    assert node.state[:3] == (2, 2, 100)
+    assert session.append(node, [7]).state[:3] == (3, 3, 100)

@@ -9,14 +9,17 @@ the replica does not have.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from hashlib import sha256
 from struct import Struct
 from typing import Final, Literal
 from uuid import UUID
 
 from psycopg.types.numeric import Int4, Int8
 
+from sessiontree import codec
 from sessiontree.backends import shared
 from sessiontree.backends.postgres_blobs import DatabaseBlobs
 from sessiontree.backends.postgres_lines import Server
@@ -32,9 +35,11 @@ from sessiontree.backends.postgres_statements import (
     Statement,
     byteas,
     columns,
+    given_ref,
     int4,
     int4s,
     int8,
+    kept_ref,
     many_changes,
     one_change,
 )
@@ -49,7 +54,7 @@ _ROW: Final = Struct(">IIQ32s")  # as rows_after in postgres.sql
 _NEWER: Final = "sessiontree.refs r WHERE r.session = s.number AND r.version > CASE s.removals WHEN %b THEN %b ELSE -1 END"
 _SHOWN: Final = f"CASE WHEN substr(r.name, 1, 1) = '\\x{LONG.hex()}' THEN substr(r.record, 1, {BEGINNING}) ELSE r.record END"
 _LOOK: Final = f"""
-SELECT s.record, s.version, s.drops, s.removals, s.gone, s.removals = %b,
+SELECT s.name, s.record, s.version, s.drops, s.removals, s.gone, s.removals = %b,
     sessiontree.rows_after(s.number, CASE s.removals WHEN %b THEN %b ELSE 0 END),
     ARRAY(SELECT r.name FROM {_NEWER} ORDER BY r.name), ARRAY(SELECT {_SHOWN} FROM {_NEWER} ORDER BY r.name)
 FROM sessiontree.sessions s WHERE s.number = %b AND sessiontree.sees(s.tenant)
@@ -105,13 +110,13 @@ class PostgresSessions:
             int8(new.number),
             new.name.encode(),
             None if new.tenant is None else scope_of(new.tenant).bytes,
-            new.record,
+            codec.without_digest(new.record, codec.name_digest(new.name)),
             None if session is None else int8(session),
             None if ordinal is None else int4(ordinal),
             int4(new.tip_drops),
             *columns([(new.number, node) for node in new.nodes]),
             byteas(new.refs),
-            byteas(new.refs.values()),
+            byteas(itertools.starmap(kept_ref, new.refs.items())),
         )
         return self._other.write(f"create session {new.name!r}", CREATE, values)  # type: ignore[return-value]
 
@@ -132,15 +137,17 @@ class PostgresSessions:
         found = self._server.rows(f"look at session {number}", _LOOK, (at, at, Int4(last), at, on, at, on, Int8(number)))
         if not found:
             return None
-        record, version, drops, removals, gone, partial, rows, names, records = found[0]
+        name, record, version, drops, removals, gone, partial, rows, names, records = found[0]
         if len(rows or b"") % _ROW.size:
             raise CorruptTree(f"{self._server.where}: an id of a node of session {number} is not of 32 bytes", session=number)
         nodes = [NodeRow(ordinal, parent, id, key) for ordinal, parent, key, id in _ROW.iter_unpack(rows or b"")]
-        return Look(record, version, drops, removals, gone, not partial, nodes, dict(zip(names, records, strict=True)))
+        record = codec.with_digest(record, sha256(name).digest())
+        refs = {ref: given_ref(ref, kept) for ref, kept in zip(names, records, strict=True)}
+        return Look(record, version, drops, removals, gone, not partial, nodes, refs)
 
     def read_refs(self, number: int, names: Sequence[bytes]) -> Sequence[bytes | None]:
         found = dict(self._server.rows(f"read session {number}", _REFS, (Int8(number), list(names)))) if names else {}
-        return [found.get(name) for name in names]
+        return [given_ref(name, found[name]) if name in found else None for name in names]
 
     def commit(self, changes: Sequence[Change]) -> Sequence[bool]:
         what = f"write to session {changes[0].session}" if len(changes) == 1 else f"write to {len(changes)} sessions"

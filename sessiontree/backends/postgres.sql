@@ -34,7 +34,7 @@ CREATE TABLE sessions (
     gone boolean NOT NULL DEFAULT false,
     tenant uuid, -- made of the tenant's name; NULL: no tenant
     name bytea NOT NULL,
-    record bytea NOT NULL
+    record bytea NOT NULL -- without the digest of the name; so is that of a head
 );
 CREATE UNIQUE INDEX sessions_name ON sessions (name, tenant) NULLS NOT DISTINCT WHERE NOT gone;
 CREATE INDEX sessions_tip ON sessions (tip_session) WHERE tip_session IS NOT NULL;

@@ -119,6 +119,8 @@ def one_change(change: Change) -> Sequence[Value] | None:
         ordinal, parent, identity, key = each.row
         node = int4(ordinal), int4(parent), _key(key), identity, *cut(change.session, each)
     name, ref = next(iter(change.refs.items()), (None, None))
+    if name is not None and ref is not None:
+        ref = kept_ref(name, ref)
     return int8(change.session), int8(change.before), int8(change.after), int4(_marks(change)), *node, name, ref
 
 
@@ -135,7 +137,7 @@ def many_changes(changes: Sequence[Change]) -> Sequence[Value]:
         *columns(nodes),
         int8s(session for session, _, _ in refs),
         byteas(name for _, name, _ in refs),
-        byteas(record for _, _, record in refs),
+        byteas(kept_ref(name, record) for _, name, record in refs),
     )
 
 
@@ -163,6 +165,16 @@ def cut(session: int, node: NewNode) -> tuple[bytes | None, bytes | None]:
         if len(record) <= len(beginning) + LONGEST_HEAD and record.startswith(beginning):
             return record[len(beginning) :], None
     return None, record
+
+
+def kept_ref(name: bytes, record: bytes) -> bytes:
+    """What stands in the row of a ref, which says the digest of a head's name already."""
+    return codec.without_digest(record, name[1:])
+
+
+def given_ref(name: bytes, kept: bytes) -> bytes:
+    """Its record, given what stands there."""
+    return codec.with_digest(kept, name[1:])
 
 
 def _marks(change: Change) -> int:

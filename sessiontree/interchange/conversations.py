@@ -13,6 +13,7 @@ beyond that, it keeps in ``fields``, as JSON's types, and finds there again when
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from types import EllipsisType
 from typing import Any
@@ -98,6 +99,52 @@ def text_of(message: Message | None) -> str:
         return content
     parts = content if isinstance(content, (list, tuple)) else ()
     return "".join(part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str))
+
+
+def messages_of(turn: Turn) -> list[Message]:
+    """The messages of a turn, in OpenAI's form: one, none where it is no message, or several where tools gave several results.
+
+    Such a turn holds them as parts ``{"type": "tool_result", "tool_call_id": ..., "content": ...}`` of one content: each is a
+    message of a tool, and what stands beside them is a message after them.
+    """
+    message = turn.message
+    if message is None:
+        return []
+    content = message.get("content")
+    results: list[Any] = []
+    rest: list[Any] = []
+    for part in content if isinstance(content, (list, tuple)) else ():
+        (results if isinstance(part, Mapping) and part.get("type") == "tool_result" else rest).append(part)
+    if not results:
+        return [message]
+    made: list[Message] = [
+        {"role": "tool", "tool_call_id": part.get("tool_call_id"), "content": part.get("content")} for part in results
+    ]
+    return [*made, {**message, "content": rest}] if rest else made
+
+
+def parts_of(message: Message) -> Iterator[Mapping[str, Any]]:
+    """The parts of a message's content; content that is text is one part of type "text". What is neither is left out."""
+    content = message.get("content")
+    for part in [content] if isinstance(content, str) else content if isinstance(content, (list, tuple)) else ():
+        if isinstance(part, str):
+            yield {"type": "text", "text": part}
+        elif isinstance(part, Mapping):
+            yield part
+
+
+def calls_of(message: Message) -> Iterator[tuple[str | None, str, str]]:
+    """(id, name, arguments as text) of each tool call, also of the one that ``function_call`` was before there were several."""
+    calls = message.get("tool_calls")
+    calls = [each for each in calls if isinstance(each, Mapping)] if isinstance(calls, (list, tuple)) else []
+    if isinstance(message.get("function_call"), Mapping):
+        calls.append({"function": message["function_call"]})
+    for call in calls:
+        function = call.get("function") or call.get("custom")
+        if isinstance(function, Mapping):
+            call_id, arguments = call.get("id"), function.get("arguments", function.get("input"))
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            yield call_id if isinstance(call_id, str) else None, str(function.get("name")), text
 
 
 def _parent(turn: Turn) -> str | None:

@@ -32,7 +32,7 @@ class Format:
     the format cannot hold is ``losses.add(...)``. None where it only goes one way.
 
     ``suffix``: what its files' names end in. ``single``: whether a file holds one conversation; several are a folder of files then.
-    ``summary``: a line for who chooses.
+    ``folder``: whether a folder is read as one, and given to ``read`` whole. ``summary``: a line for who chooses.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Format:
     read: Read | None = None
     write: Write | None = None
     single: bool = False
+    folder: bool = False
 
 
 _OWN: Final = (

@@ -4,10 +4,42 @@ from __future__ import annotations
 
 import base64
 import binascii
+import mimetypes
+import re
+import zipfile
+from pathlib import Path
+from typing import Final
 from urllib.parse import unquote_to_bytes
 
+from sessiontree.errors import LimitExceeded
 from sessiontree.interchange.conversations import Image
 from sessiontree.interchange.losses import Losses
+
+#: Bytes of one picture.
+MAX_BYTES: Final = 2**30
+
+#: What files of pictures begin with, whatever they are called.
+_BEGINNINGS: Final = tuple(
+    (re.compile(begin, re.DOTALL), mime_type)
+    for begin, mime_type in (
+        (rb"\x89PNG", "image/png"),
+        (rb"\xff\xd8\xff", "image/jpeg"),
+        (rb"GIF8", "image/gif"),
+        (rb"RIFF....WEBP", "image/webp"),
+    )
+)
+
+
+def from_file(path: Path | zipfile.Path) -> Image:
+    """A picture in a file; what it is, its first bytes say, or its name. Raises LimitExceeded, and OSError as reading does."""
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise LimitExceeded(f"{path.name}: longer than {MAX_BYTES} bytes", value=len(data), limit=MAX_BYTES)
+    for begin, mime_type in _BEGINNINGS:
+        if begin.match(data):
+            return Image(data, mime_type)
+    return Image(data, mimetypes.guess_type(path.name)[0] or "application/octet-stream")
 
 
 def from_base64(text: str, mime_type: str, place: str, losses: Losses) -> Image | None:

@@ -24,7 +24,7 @@ from sessiontree.interchange.conversations import MAIN, Conversation, Image, Tur
 from sessiontree.interchange.formats import Format, format_named
 from sessiontree.interchange.losses import Loss, Losses
 from sessiontree.interchange.source import SourceFile
-from sessiontree.interchange.templates import LOOKS_BACK, ChatTemplate, Rendered
+from sessiontree.interchange.templates import LOOKS_BACK, SYSTEM, ChatTemplate, Rendered
 from sessiontree.media import MediaItem, media_identity
 from sessiontree.node import Namespace, Node
 from sessiontree.positions import PositionScheme
@@ -38,6 +38,9 @@ UNREADABLE: Final = "unreadable"
 FILE: Final = "file"
 _NEVER_COMMITTED: Final = ("abort", "error")
 _COMPARED: Final = 16  # branches of a conversation that are compared with what a template writes for the whole
+_TOGETHER: Final = 64  # tool results that are asked for together, at most
+_LOOKED_AT: Final = 256  # nodes that are looked at for the last question
+_BEGINNING: Final = 16  # nodes that are looked at for a system message
 _EVICT_EVERY: Final = 64 * 2**20  # bytes of input
 _IDS_TOLD: Final = 100
 
@@ -123,9 +126,9 @@ class _Told:
 
 
 def _files(path: Path, form: Format) -> list[Path]:
-    if not path.is_dir():
-        if not path.exists():
-            raise InterchangeError(f"there is no file {path}", path=str(path), place="")
+    if not path.exists():
+        raise InterchangeError(f"there is no file {path}", path=str(path), place="")
+    if form.folder or not path.is_dir():
         return [path]
     found = sorted(each for each in path.rglob(f"*{form.suffix}") if each.is_file())
     if not found:
@@ -296,27 +299,32 @@ class _Conversation:
                 ready.extendleft(reversed(self.waiting.pop(turn.id, ())))
 
     def _take_stranded(self) -> None:
-        """Turns whose parents never came. Each is a fault; salvaged, those without a parent become first turns, and cycles too."""
-        while self.waiting:
-            ids = {turn.id for turns in self.waiting.values() for turn in turns}
-            parent = next((each for each in self.waiting if each not in ids), None)
-            if parent is not None:
-                turns, what = self.waiting.pop(parent), "no such parent"
-            else:
-                parent = next(iter(self.waiting))
-                waited = self.waiting[parent]
-                turns, what = [waited.pop(0)], "its parents lead back to itself"
-                if not waited:
-                    del self.waiting[parent]
-            for turn in turns:
-                self.losses.fault(what, turn.place or repr(turn.id), f"parent {parent!r}")
-                self._take(attrs.evolve(turn, parent=None))
+        """Turns whose parents never came: each is a fault. Salvaged, they become first turns; of a cycle, one of its turns does."""
+        stranded = {turn.id: turn for turns in self.waiting.values() for turn in turns}
+        for parent in [each for each in self.waiting if each not in stranded]:
+            for turn in self.waiting.pop(parent):
+                self._take_first(turn, "no such parent")
+        while self.waiting:  # what hangs on a cycle
+            at, seen = next(iter(self.waiting)), set[str]()
+            while at not in seen and at in stranded and (above := stranded[at].parent) in self.waiting:
+                seen.add(at)
+                at = str(above)
+            turn = stranded[at] if at in seen else self.waiting[at][0]
+            siblings = self.waiting[str(turn.parent)]
+            siblings.remove(turn)
+            if not siblings:
+                del self.waiting[str(turn.parent)]
+            self._take_first(turn, "its parents lead back to itself")
+
+    def _take_first(self, turn: Turn, what: str) -> None:
+        self.losses.fault(what, turn.place or repr(turn.id), f"parent {turn.parent!r}")
+        self._take(attrs.evolve(turn, parent=None))
 
     def _place(self, turn: Turn, follows: bool) -> None:
         """Make a node of a turn, or let it wait with the tool results that it follows. ``follows``: the turn that came last."""
         writes = self.loader.template is not None and turn.message is not None and turn.token_ids is None
         answers = writes and turn.message is not None and turn.message.get("role") == "tool"
-        if not (answers and follows and self.run):
+        if not (answers and follows and 0 < len(self.run) < _TOGETHER):
             self._end_run()
             self.run_parent = self.last if follows else self._node(turn.parent)
         said = self._said(turn)
@@ -365,22 +373,19 @@ class _Conversation:
     def _before(self, node: Node) -> list[Turn]:
         """What a template is shown of the path: its first message where the system speaks, the last question, what came after."""
         said: deque[Turn] = deque()
-        question = False
-        at = node
-        while at.parent is not None and not (question and len(said) >= LOOKS_BACK):
-            message = words.message_of(at)
-            if message is not None:
-                asked = message.get("role") == "user"
-                if len(said) < LOOKS_BACK or (asked and not question):
+        asked, at = False, node
+        while at.parent is not None and node.depth - at.depth < _LOOKED_AT and not (asked and len(said) >= LOOKS_BACK):
+            if (message := words.message_of(at)) is not None:
+                question = message.get("role") == "user"
+                if len(said) < LOOKS_BACK or (question and not asked):
                     said.appendleft(self._turn(at, message))
-                question = question or asked
+                asked = asked or question
             at = at.parent
-        if at.parent is not None and node.depth:
-            for first in (node.ancestor(depth) for depth in range(1, at.depth + 1)):
-                if (message := words.message_of(first)) is not None:
-                    if message.get("role") in ("system", "developer"):
-                        said.appendleft(self._turn(first, message))
-                    break
+        for depth in range(1, min(at.depth, _BEGINNING) + 1):  # above what was shown
+            if (message := words.message_of(first := node.ancestor(depth))) is not None:
+                if message.get("role") in SYSTEM:
+                    said.appendleft(self._turn(first, message))
+                break
         return list(said)
 
     def _turn(self, node: Node, message: dict[str, Any]) -> Turn:

@@ -7,18 +7,20 @@ holds no tree: of one, a line for each branch is written.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from sessiontree.interchange.conversations import Conversation, Image, Message, Tree, Turn
+from sessiontree.interchange.conversations import Conversation, Image, Message, Tree, Turn, calls_of
 from sessiontree.interchange.formats import Format
 from sessiontree.interchange.images import as_data_url, from_data_url
 from sessiontree.interchange.losses import Losses
 from sessiontree.interchange.source import SourceFile, expect
+from sessiontree.interchange.words import to_json
 
-_LIST: Final = "list"  # in `fields` of a conversation that was no mapping
+#: In `fields` of a conversation: that its line was a list; and what else its line said, as a mapping.
+_LIST: Final = "list"
+_ROW: Final = "row"
 
 
 def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
@@ -27,15 +29,20 @@ def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
         row = {"messages": line} if isinstance(line, list) else line
         if not expect(row, dict, "a conversation", place, losses):
             continue
-        messages, tools = row.pop("messages", None), row.pop("tools", None)
+        messages, tools = row.pop("messages", None), row.get("tools")
         if not (expect(messages, list, "messages", place, losses) and expect(tools, (list, type(None)), "tools", place, losses)):
             continue
-        fields: dict[str, Any] = {_LIST: True} if isinstance(line, list) else row
-        if tools == []:
-            fields["tools"] = []
+        if tools:
+            if not all([expect(each, dict, "a tool", place, losses) for each in tools]):
+                continue
+            del row["tools"]
         name = f"{file.stem}-{place.removeprefix('line ')}"
         yield Conversation(
-            id=name, mark=file.mark, turns=turns_of(messages, place, losses), tools=tuple(tools or ()), fields=fields
+            id=name,
+            mark=file.mark,
+            turns=_paired(turns_of(messages, place, losses), losses),
+            tools=tuple(tools or ()),
+            fields={_LIST: True} if isinstance(line, list) else {_ROW: row} if row else {},
         )
 
 
@@ -48,19 +55,39 @@ def turns_of(messages: list[Any], line: str, losses: Losses) -> Iterator[Turn]:
             yield Turn(message=message | {"content": content} if "content" in message else message, images=images, place=place)
 
 
+def _paired(turns: Iterator[Turn], losses: Losses) -> Iterator[Turn]:
+    """The turns; tool results that no call before them asked for are told of."""
+    called: set[str | None] = set()
+    for turn in turns:
+        message = turn.message or {}
+        called.update(call_id for call_id, _, _ in calls_of(message))
+        answers = message.get("tool_call_id")
+        if message["role"] == "tool" and not (isinstance(answers, str) and answers in called):
+            losses.add("a tool result without its call", turn.place)
+        yield turn
+
+
 def with_images(content: Any, place: str, losses: Losses) -> tuple[Any, tuple[Image, ...]]:
-    """Content in the form of :class:`Turn`: parts that are data URLs of pictures refer to the images that come back beside it."""
+    """Content in the form of :class:`Turn`: parts that are data URLs of pictures refer to the images that come back beside it.
+
+    One whose URL is not as we write it, such as without base64, stays the part it was.
+    """
     if not isinstance(content, list):
         return content, ()
     parts, images = [], []
     for number, part in enumerate(content):
+        where = f"{place}.content[{number}]"
+        if isinstance(part, Mapping) and part.get("type") == "image" and isinstance(part.get("image"), int):
+            losses.fault("a picture that is a number", where, f"{part['image']}")
+            continue
         url = _url(part)
-        if url is not None and url.startswith("data:"):
-            image = from_data_url(url, f"{place}.content[{number}]", losses)
-            if image is not None:
-                images.append(image)
+        if url is not None and url.startswith("data:") and "image" not in part:
+            image = from_data_url(url, where, losses)
+            if image is not None and as_data_url(image) == url:
                 rest = {name: value for name, value in part["image_url"].items() if name != "url"}
-                part = {"type": "image", "image": len(images) - 1} | ({"image_url": rest} if rest else {})  # noqa: PLW2901
+                beside = {name: value for name, value in part.items() if name not in ("type", "image_url")}
+                images.append(image)
+                part = beside | {"type": "image", "image": len(images) - 1} | ({"image_url": rest} if rest else {})  # noqa: PLW2901
         parts.append(part)
     return parts, tuple(images)
 
@@ -85,9 +112,8 @@ def write(conversations: Iterable[Conversation], path: Path, losses: Losses) -> 
                 if count := len(branch) - len(messages):
                     losses.add("turns that are no messages", conversation.id, count)
                 row = {"messages": messages} | ({"tools": list(conversation.tools)} if conversation.tools else {})
-                fields = conversation.fields
-                value = messages if fields == {_LIST: True} and not conversation.tools else row | fields
-                file.write(json.dumps(value, ensure_ascii=False) + "\n")
+                listed = conversation.fields.get(_LIST) and not conversation.tools
+                file.write(to_json(messages if listed else row | conversation.fields.get(_ROW, {})) + "\n")
 
 
 def as_openai(turn: Turn, losses: Losses) -> Message:
@@ -99,9 +125,9 @@ def as_openai(turn: Turn, losses: Losses) -> Message:
 
 
 def _with_url(part: Any, turn: Turn) -> Any:
-    if isinstance(part, Mapping) and part.get("type") == "image":
-        image = turn.images[part["image"]]
-        return {"type": "image_url", "image_url": {"url": as_data_url(image)} | part.get("image_url", {})}
+    if isinstance(part, Mapping) and part.get("type") == "image" and isinstance(part.get("image"), int):
+        url = {"url": as_data_url(turn.images[part["image"]])} | part.get("image_url", {})
+        return {name: value for name, value in part.items() if name != "image"} | {"type": "image_url", "image_url": url}
     return part
 
 

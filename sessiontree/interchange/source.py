@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import zipfile
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,11 +17,22 @@ from sessiontree.interchange.losses import Losses
 #: Bytes of one line.
 MAX_LINE_BYTES: Final = 2**30
 
+#: Bytes that are read of a list at a time, at least.
+_BLOCK: Final = 2**20
+
+#: What has brackets of its own is passed over, and the next bracket found; or a quote, where a string is not all there yet.
+_BRACKET: Final = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+")*+(["\[\]{}])', re.DOTALL)
+
+_SPACE: Final = b" \t\r\n"
+_MARK: Final = b"\xef\xbb\xbf"
+
 
 class SourceFile:
-    """A file to read from. ``path``: where it is. ``done``: bytes that were read. ``mark``: a digest of the line that came last."""
+    """A file to read from. ``path``: where it is, also in a ZIP archive. ``done``: bytes that were read. ``mark``: a digest of the
+    line or the entry of a list that came last.
+    """
 
-    def __init__(self, path: Path, tell: Callable[[int], None] | None = None) -> None:
+    def __init__(self, path: Path | zipfile.Path, tell: Callable[[int], None] | None = None) -> None:
         self.path = path
         self.done = 0
         self.mark = ""
@@ -28,6 +42,15 @@ class SourceFile:
     def stem(self) -> str:
         """Its name without suffixes: what conversations are called that have no name of their own."""
         return self.path.name.partition(".")[0] or self.path.name
+
+    def part(self, path: Path | zipfile.Path) -> SourceFile:
+        """Another file that belongs to this one, such as one in it; what is read of it counts here."""
+        before = self.done
+
+        def tell(done: int) -> None:
+            self._went_on(before + done - self.done)
+
+        return SourceFile(path, tell)
 
     def lines(self, losses: Losses) -> Iterator[tuple[str, Any]]:
         """(place, value) of each line of JSON, the place being "line 7", counted from 1; empty lines are passed over.
@@ -45,11 +68,62 @@ class SourceFile:
                 place = f"line {number}"
                 self.mark = blake2b(line, digest_size=16).hexdigest()
                 try:
-                    value = json.loads(line)
+                    value = parsed(line)
                 except (ValueError, RecursionError) as error:
                     losses.fault("no JSON", place, str(error))
                     continue
                 yield place, value
+
+    def items(self, losses: Losses) -> Iterator[tuple[str, Any]]:
+        """(place, value) of each entry of a JSON list of mappings or lists, the place being "[7]", counted from 0.
+
+        The list may be larger than memory. An entry that is no JSON is a fault, and so is where the list stops being one, which is
+        the last thing that is read. Raises LimitExceeded for an entry of more than MAX_LINE_BYTES.
+        """
+        with self.path.open("rb") as file:
+            data, at, begun, depth, number = b"", 0, 0, 0, 0
+            while True:
+                place = f"[{number}]"
+                found = _BRACKET.match(data, at)
+                if found is None or found[1] == b'"':
+                    if len(data) - begun > MAX_LINE_BYTES:
+                        limit = MAX_LINE_BYTES
+                        raise LimitExceeded(f"{self.path.name}, {place}: longer than {limit} bytes", value=len(data), limit=limit)
+                    more = file.read(max(_BLOCK, len(data) - begun))
+                    if not more:
+                        losses.fault("no JSON", place, "the list does not end")
+                        return
+                    self._went_on(len(more))
+                    data, at, begun = data[begun:] + more, at - begun, 0
+                    continue
+                at = found.end()
+                opens = found[1] in b"[{"
+                if depth <= 1:  # before the list, or between its entries
+                    between = data[begun : at - 1].strip(_SPACE)
+                    wanted = b"," if opens and number else b""
+                    if depth == 0:
+                        between, wanted = between.removeprefix(_MARK).strip(_SPACE), b""
+                    if between != wanted or found[1] == b"}" or (depth == 0 and found[1] != b"["):
+                        losses.fault("no JSON list of mappings", place, (between or found[1])[:40].decode(errors="replace"))
+                        return
+                    begun = at if depth == 0 else at - 1
+                depth += 1 if opens else -1
+                if depth == 0:
+                    break
+                if depth == 1 and not opens:
+                    entry, begun, number = data[begun:at], at, number + 1
+                    self.mark = blake2b(entry, digest_size=16).hexdigest()
+                    try:
+                        value = parsed(entry)
+                    except (ValueError, RecursionError) as error:
+                        losses.fault("no JSON", place, str(error))
+                        continue
+                    yield place, value
+            while more := data[at:].strip(_SPACE) or file.read(_BLOCK):
+                data, at = more, 0
+                if more.strip(_SPACE):
+                    losses.fault("no JSON", "after the list", more[:40].decode(errors="replace"))
+                    return
 
     def entries(self, losses: Losses, prefix: str) -> Iterator[tuple[str, Any]]:
         """(place, value) of each entry at ``prefix`` of one JSON document, in ijson's notation: "item" for those of a list.
@@ -77,7 +151,7 @@ class SourceFile:
         data = self.path.read_bytes()
         self._went_on(len(data))
         try:
-            return json.loads(data)
+            return parsed(data)
         except (ValueError, RecursionError) as error:
             losses.fault("no JSON", "the whole file", str(error))
             return None
@@ -107,6 +181,25 @@ class _Told:
         data: bytes = self._file.read(size)
         self._tell(len(data))
         return data
+
+
+def parsed(data: bytes) -> Any:
+    """The value of JSON in UTF-8. Raises ValueError, also for NaN and for what is too large for a float, and RecursionError."""
+    return _DECODER.decode(data.decode("utf-8-sig"))
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not isfinite(value):
+        raise ValueError(f"{text[:40]} is too large")
+    return value
+
+
+_DECODER: Final = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
 
 
 def expect(value: Any, kind: type | tuple[type, ...], what: str, place: str, losses: Losses) -> bool:

@@ -31,6 +31,8 @@ Tools = Sequence[Mapping[str, Any]]
 Encode = Callable[[list[Message], Tools], Any]
 #: What an image processor makes of a picture: an item without spans, and its features, or None.
 Place = Callable[[Image], tuple[MediaItem, Any]]
+#: The roles that a conversation may begin with before anybody asks.
+SYSTEM: Final = ("system", "developer")
 #: How many turns before a new one a template is shown, beside the system message and the last question.
 LOOKS_BACK: Final = 6
 
@@ -86,7 +88,7 @@ class ChatTemplate:
         try:
             whole = self._ids([*shown, *turns], tools)
         except TemplateRefused:
-            if all(_role(turn) in _SYSTEM for turn in (*shown, *turns)):
+            if all(_role(turn) in SYSTEM for turn in (*shown, *turns)):
                 return [Rendered(_NONE, (), ())] * len(turns)  # the next turn gets its tokens
             raise
         for count in range(1, len(turns)):
@@ -162,7 +164,6 @@ class ChatTemplate:
 
 
 _NONE: Final = token_array(b"")
-_SYSTEM: Final = ("system", "developer")
 
 
 def _shown(turn: Turn) -> Message:

@@ -297,11 +297,13 @@ class PositionScheme(Sealed):
         if not count:
             return int(following), state
         stop, base = before + count, int(top) + 1
+        if following.__class__ is int and following == base:
+            base = following  # the same object, as above
         after = base + count
         if after > self.max_position_limit:
             self._check_limit(after - 1)
         if after == stop:
-            after = stop  # as above
+            after = stop
         return base, _state((stop, after, after - 1, (), self.carried_behind(state, ())))
 
     def plan_table(

@@ -1,7 +1,7 @@
 # One way to do each task. Each target makes the virtual environment and installs what it needs.
 # Variables: PYTHON, the interpreter that makes .venv (3.11 or newer); JOBS, the number of test processes; PEERS=1, install the peers
-# that benchmarks measure when they are there; PORT, STORE (a directory or a postgresql:// URL) and MODEL of the server; PG_REQUIRED=1,
-# tests that need PostgreSQL fail where it is not installed, instead of being skipped.
+# that benchmarks measure when they are there; PORT, STORE (a directory or a postgresql:// URL) and MODEL of the server; PG_REQUIRED=1
+# and CHROMIUM_REQUIRED=1, tests that need PostgreSQL or Chromium fail where it is not installed, instead of being skipped.
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -19,7 +19,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --n
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test cover check bench soak postgres clean
+.PHONY: help demo serve test cover check bench soak postgres chromium clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -43,7 +43,7 @@ check: .venv/dev.stamp ## lint, formatting, types and the layers
 	$(BIN)/lint-imports
 
 bench: $(if $(PEERS),.venv/peers.stamp .venv/sglang.stamp .venv/vllm.stamp) .venv/dev.stamp ## measure: tables, and one line of JSON for each figure; PEERS=1 adds LangGraph, openai-agents, SGLang
-	@missed=0; for part in tree contention positions packing page_hashes gpu_bridge durable health health_gc health_bundles health_cli sglang_sessions scheduler serving trajectories interchange postgres; do PYTHONPATH=. $(BIN)/python benchmarks/$$part.py || missed=1; done; exit $$missed
+	@missed=0; for part in tree contention positions packing page_hashes gpu_bridge durable health health_gc health_bundles health_cli sglang_sessions scheduler serving trajectories interchange postgres viewer; do PYTHONPATH=. $(BIN)/python benchmarks/$$part.py || missed=1; done; exit $$missed
 
 soak: .venv/dev.stamp .venv/sglang.stamp .venv/vllm.stamp ## run every test, the long ones too, at soak length, on new random histories
 	SESSIONTREE_SOAK=1 $(PYTEST) -m ""
@@ -52,6 +52,11 @@ soak: .venv/dev.stamp .venv/sglang.stamp .venv/vllm.stamp ## run every test, the
 postgres: .venv/dev.stamp ## install PostgreSQL where it is missing, by apt-get, as root
 	@$(BIN)/python -m tests.postgres_server || { \
 	    apt-get update --quiet --quiet && DEBIAN_FRONTEND=noninteractive apt-get install --quiet --yes --no-install-recommends postgresql; }
+
+# The tests drive it headless; its fonts come with it.
+chromium: .venv/dev.stamp ## install Chromium where it is missing, by apt-get, as root
+	@$(BIN)/python -m tests.browser || { \
+	    apt-get update --quiet --quiet && DEBIAN_FRONTEND=noninteractive apt-get install --quiet --yes --no-install-recommends chromium; }
 
 clean: ## remove all that these targets made
 	rm -rf .venv .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist

@@ -443,8 +443,10 @@ class SessionNodes:
     def annotated(self) -> bool:
         return bool(len(self._columns.places(codec.ANNOTATION, self.number)))
 
-    def annotated_ordinals(self) -> NDArray[np.int64]:
-        return np.unique(self._sorted_annotations()[1]).astype(np.int64)
+    def annotated_ordinals(self, since: int = -1) -> NDArray[np.int64]:
+        places = self._columns.places(codec.ANNOTATION, self.number)
+        later = places[self._columns.entries["key"][places] > since]
+        return np.unique(self._columns.ordinals[later]).astype(np.int64)
 
     def annotations(self, ordinals: Sequence[int] | None, name: str | None) -> Iterator[codec.AnnotationRecord]:
         found, by_ordinal = self._sorted_annotations()

@@ -162,8 +162,8 @@ class NodeSource(Protocol):
     def annotated(self) -> bool:
         """Whether anything is said of any node here, or of one of the path it lies over."""
 
-    def annotated_ordinals(self) -> NDArray[np.int64]:
-        """Those of the nodes of which it says something, in order; some may be of nodes that are gone."""
+    def annotated_ordinals(self, since: int = -1) -> NDArray[np.int64]:
+        """Those of the nodes of which it says something, behind version ``since``, in order; some may be of nodes that are gone."""
 
     def annotations(self, ordinals: Sequence[int] | None, name: str | None) -> Iterator[Any]:
         """What is said of nodes (None: of all), of each in the order in which it was said; ``name``: by that one alone.

@@ -33,7 +33,24 @@ from tests.disk_model import open_on
 from tests.test_store_disk import log_of, records_of
 from tests.toy import a_turn, image, media, shown, store_of, toy_scheme, turn
 
-COMMANDS = ["ls", "tree", "show", "log", "diff", "replay", "stats", "fsck", "export", "import", "pin", "unpin", "drop", "gc"]
+COMMANDS = [
+    "ls",
+    "tree",
+    "show",
+    "log",
+    "diff",
+    "replay",
+    "view",
+    "serve",
+    "stats",
+    "fsck",
+    "export",
+    "import",
+    "pin",
+    "unpin",
+    "drop",
+    "gc",
+]
 READING = ["ls", "tree", "show", "log", "diff", "replay"]
 
 

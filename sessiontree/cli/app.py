@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from sessiontree import __version__
-from sessiontree.cli import drawing, health, moving, reading, running
+from sessiontree.cli import drawing, health, moving, reading, running, viewing
 from sessiontree.cli.output import command, without_passwords, write_json
 from sessiontree.cli.source import say_of_shared
 
@@ -85,6 +85,8 @@ for _name, _run in (
     ("log", reading.log),
     ("diff", reading.diff),
     ("replay", running.replay),
+    ("view", viewing.view),
+    ("serve", viewing.serve),
     ("stats", health.stats),
     ("fsck", health.fsck),
     ("export", moving.export),

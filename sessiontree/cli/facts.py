@@ -94,6 +94,12 @@ def item_facts(item: MediaItem) -> dict[str, Any]:
     }
 
 
+def held(node: Node, item: MediaItem) -> bool:
+    """Whether there are features of an item of it."""
+    features = node.feature_store
+    return features is not None and (item in features or (features.files is not None and item.content() in features.files))
+
+
 def annotation_facts(name: str, value: Annotation, node: Node) -> dict[str, Any]:
     """An annotation in JSON, but for the rows of arrays: of which tokens, in path coordinates, and of what type they are."""
     facts: dict[str, Any] = {"name": name}

@@ -16,6 +16,7 @@ from sessiontree.cli.facts import (
     Marks,
     annotation_facts,
     annotation_line,
+    held,
     item_facts,
     namespace_facts,
     node_facts,
@@ -155,12 +156,12 @@ def show(
         shape = Shape(session._tree)
         at = shape.ordinal(node)
         marks, children = Marks(session, shape), [shape.id_at(child) for child in shape.children(at)]
-        held = [_held(node, item) for item in node.media]
+        has_features = [held(node, item) for item in node.media]
         said = [annotation_facts(*each, node) for each in sorted(session.annotations(node).items())]
         positions = {mode: _positions(node, mode) for mode in ("as_decoded", "as_replayed")}
         if as_json:
             facts = node_facts(node, marks, text)
-            for item, has in zip(facts["media"], held, strict=True):
+            for item, has in zip(facts["media"], has_features, strict=True):
                 item["features"] = has
             facts |= {
                 "session": session.id,
@@ -193,7 +194,7 @@ def show(
         ]
         if replayed != decoded:
             pairs.append(("as replayed", f"next {replayed['next_position']}, delta {replayed['mrope_position_delta']}"))
-        for item, has in zip(node.media, held, strict=True):
+        for item, has in zip(node.media, has_features, strict=True):
             spans = " ".join(f"[{node.start + start}, {node.start + start + size})" for start, size in item.spans)
             details = {name: value for name, value in item_facts(item).items() if value and name not in ("modality", "identity")}
             pairs.append(
@@ -212,11 +213,6 @@ def show(
             for line in text.text(node).split("\n"):
                 write(f"│ {_isolated(safe(line))}")
     return Code.FINE
-
-
-def _held(node: Node, item: Any) -> bool:
-    features = node.feature_store
-    return features is not None and (item in features or (features.files is not None and item.content() in features.files))
 
 
 def _positions(node: Node, mode: Any) -> dict[str, Any]:

@@ -419,7 +419,7 @@ CLOCKS = {"time", "datetime", "calendar", "sched", "uuid", "secrets", "random", 
 
 
 def test_c46_no_module_knows_a_clock() -> None:
-    """Formats of others read and write times, and ask for none.
+    """Formats of others read and write times, and ids that are made of others; they ask for none.
 
     And but for the log, how long it waits for a lock, or for others to share a sync, the names of a bundle's temporary files,
     what measures or waits for others, and how long a server is tried: they are no part of any state. Tests of others wait too.
@@ -438,10 +438,11 @@ def test_c46_no_module_knows_a_clock() -> None:
                 names = [found.module or "", *(f"{found.module}.{alias.name}" for alias in found.names)]
             elif isinstance(found, ast.Attribute):
                 assert found.attr not in ("urandom", "getrandom", "monotonic", "perf_counter", "times"), source
-                assert found.attr not in ("now", "utcnow", "today"), source
+                assert found.attr not in ("now", "utcnow", "today", "uuid1", "uuid4"), source
             elif isinstance(found, ast.Call) and isinstance(found.func, ast.Name):
                 assert found.func.id not in ("__import__", "exec", "eval"), source
-            clocks = CLOCKS - {"datetime", "tempfile"} if source.parent.name == "interchange" else CLOCKS
+            assert not any(name in ("uuid.uuid1", "uuid.uuid4") for name in names), source
+            clocks = CLOCKS - {"datetime", "tempfile", "uuid"} if source.parent.name == "interchange" else CLOCKS
             assert not {name.partition(".")[0] for name in names} & clocks, source
 
 

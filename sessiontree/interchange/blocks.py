@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any, Final
 
 import attrs
@@ -258,21 +257,3 @@ def add_losses(turn: Turn, losses: Losses) -> None:
         losses.add("annotations", str(turn.id))
     if turn.derived_from:
         losses.add("what turns were made of", str(turn.id))
-
-
-def seconds(text: Any) -> float | None:
-    """Seconds since 1970 of a time in ISO 8601, UTC where it names no zone; None of anything else."""
-    try:
-        time = datetime.fromisoformat(text)
-        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
-def iso(since: float) -> str:
-    """A time in ISO 8601 to the millisecond, UTC, of seconds since 1970; of those that no calendar has, 1970."""
-    try:
-        time = datetime.fromtimestamp(since, UTC)
-    except (ValueError, OverflowError, OSError):
-        time = datetime.fromtimestamp(0, UTC)
-    return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")

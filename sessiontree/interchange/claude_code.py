@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, Final
 from uuid import NAMESPACE_OID, UUID, uuid5
 
-from sessiontree.interchange.blocks import Block, Form, add_losses, iso, put_together, seconds, take_apart, usual_layout
+from sessiontree.interchange.blocks import Block, Form, add_losses, put_together, take_apart, usual_layout
 from sessiontree.interchange.conversations import MAIN, Conversation, Image, Message, Turn, text_of
 from sessiontree.interchange.formats import Format
 from sessiontree.interchange.images import to_base64
 from sessiontree.interchange.losses import Losses
 from sessiontree.interchange.source import SourceFile, expect
+from sessiontree.interchange.times import iso, seconds
 
 _VERSION: Final = "2.1.197"  # which the lines are like that we write
 _MESSAGES: Final = ("user", "assistant")

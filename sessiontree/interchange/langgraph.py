@@ -30,6 +30,7 @@ from sessiontree.interchange.langchain import as_message, read_message, write_me
 from sessiontree.interchange.losses import Losses
 from sessiontree.interchange.plain import Foreign, from_plain, to_plain
 from sessiontree.interchange.source import SourceFile, expect
+from sessiontree.interchange.times import seconds
 
 _CHANNEL: Final = "messages"
 _KNOWN_CODES: Final = range(8)  # of LangGraph's extension types, whose bytes are msgpack again
@@ -242,7 +243,7 @@ class _Thread:
         """The turns of the messages that are new in it, and its own."""
         place = self._place(checkpoint.id)
         parent, derived_from = checkpoint.above, checkpoint.derived_from
-        created_at = _seconds(checkpoint.value.get("ts"))
+        created_at = seconds(checkpoint.value.get("ts"))
         calls = {call for message in checkpoint.messages for call in _call_ids(message)}
         for turn, message in zip(checkpoint.turns, checkpoint.messages, strict=True):
             if turn[0] != checkpoint.id:
@@ -313,13 +314,6 @@ def _call_ids(message: Foreign) -> Iterator[Any]:
         for call in calls if isinstance(calls, list) else ():
             if isinstance(call, dict) and isinstance(call.get("id"), str):
                 yield call["id"]
-
-
-def _seconds(timestamp: Any) -> float | None:
-    try:
-        return datetime.fromisoformat(timestamp).timestamp()
-    except (TypeError, ValueError, OverflowError):
-        return None
 
 
 def write(conversations: Iterable[Conversation], path: Path, losses: Losses) -> None:

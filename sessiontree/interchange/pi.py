@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, Final
 from uuid import NAMESPACE_OID, uuid5
 
-from sessiontree.interchange.blocks import Block, Form, add_losses, iso, put_together, seconds, take_apart, usual_layout
+from sessiontree.interchange.blocks import Block, Form, add_losses, put_together, take_apart, usual_layout
 from sessiontree.interchange.conversations import MAIN, Conversation, Image, Message, Turn, messages_of
 from sessiontree.interchange.formats import Format
 from sessiontree.interchange.losses import Losses
 from sessiontree.interchange.source import SourceFile, expect
+from sessiontree.interchange.times import iso, seconds
 
 _VERSION: Final = 3
 _ROLES: Final = {"user": "user", "assistant": "assistant", "toolResult": "tool", "system": "system"}

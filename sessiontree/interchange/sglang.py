@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime
 from io import BytesIO
 from math import isfinite
 from pathlib import Path
@@ -31,6 +30,7 @@ from sessiontree.interchange.losses import Losses
 from sessiontree.interchange.pickles import BadPickle, dump, load
 from sessiontree.interchange.plain import Foreign, Room, from_plain, to_plain
 from sessiontree.interchange.source import SourceFile, expect
+from sessiontree.interchange.times import seconds
 from sessiontree.tokens import MAX_TOKEN_ID
 
 _REQUEST: Final = ("sglang.srt.managers.io_struct", "GenerateReqInput")
@@ -55,13 +55,13 @@ _PICTURES: Final = (b"\x89PNG", "image/png"), (b"\xff\xd8\xff", "image/jpeg"), (
 
 @attrs.frozen(eq=False)
 class _Request:
-    """One of a dump. ``number``: its place there; ``names``: its class; ``state``: its fields; ``times``: created and finished."""
+    """One of a dump. ``number``: its place there; ``names``: its class; ``state``: its fields; ``stamps``: created and finished."""
 
     number: int
     names: tuple[str, str]
     state: dict[str, Any]
     output: dict[str, Any]
-    times: tuple[float, float]
+    stamps: tuple[float, float]
     place: str
 
     @property
@@ -144,20 +144,13 @@ def _logged(file: SourceFile, losses: Losses) -> Iterator[_Request]:
         begun.pop(rid, None)
         state, output = line.get("obj"), line.get("out")
         if expect(state, dict, "obj", place, losses) and expect(output, dict, "out", place, losses):
-            finished = _seconds(line.get("timestamp"))
+            finished = seconds(line.get("timestamp")) or 0.0
             created = state.get("received_time")
             times = (created if isinstance(created, (int, float)) else finished, finished)
             yield _Request(number, _EMBEDDING if "embedding" in output else _REQUEST, state, output, times, place)
             number += 1
     for place in begun.values():
         losses.add("a request of the log that did not finish", place)
-
-
-def _seconds(timestamp: Any) -> float:
-    try:
-        return datetime.fromisoformat(timestamp).timestamp()
-    except (TypeError, ValueError):
-        return 0.0
 
 
 def _turns(requests: list[_Request], room: Room, losses: Losses) -> Iterator[Turn]:
@@ -220,7 +213,7 @@ def _prompt(request: _Request, parent: str | None, derived_from: tuple[str, ...]
         if not isinstance(state.pop("image_data"), list):
             fields["pictures"] = fields["pictures"][0]
     fields |= {"request": _plain(state, request.place, room, losses), "class": list(request.names), "number": request.number}
-    fields["times"] = to_plain(list(request.times))
+    fields["times"] = to_plain(list(request.stamps))
     if not request.replied:
         fields["output"] = _plain(request.output, request.place, room, losses)
     return Turn(
@@ -229,7 +222,7 @@ def _prompt(request: _Request, parent: str | None, derived_from: tuple[str, ...]
         message=None if content is None else {"role": "user", "content": content},
         role="user",
         images=tuple(images),
-        created_at=_time(request.times[0]),
+        created_at=_time(request.stamps[0]),
         token_ids=ids,
         derived_from=derived_from,
         fields=fields,
@@ -316,7 +309,7 @@ def _reply(request: _Request, room: Room, losses: Losses) -> Turn:
         parent=f"request-{request.number}",
         message={"role": "assistant", "content": text} if isinstance(text, str) else None,
         role="assistant",
-        created_at=_time(request.times[1]),
+        created_at=_time(request.stamps[1]),
         token_ids=ids,
         generated=True,
         finish_reason=kind if isinstance(kind, str) else None,

@@ -114,7 +114,7 @@ def test_a_streaming_session_goes_on_from_its_last_request_where_its_prompt_is_l
     assert found["request-4"].derived_from == ("reply-0",)
     assert (found["request-5"].parent, found["request-6"].parent) == ("request-6", "request-5")  # a cycle: the loader's to refuse
     assert [each.what for each in losses.lost] == [
-        "a request that goes on from one that is not in the file",
+        "a request that goes on from one that is not before it in the file",
         "a request that goes on from within another",
     ]
 

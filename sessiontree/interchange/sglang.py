@@ -154,11 +154,13 @@ def _logged(file: SourceFile, losses: Losses) -> Iterator[_Request]:
 
 
 def _turns(requests: list[_Request], room: Room, losses: Losses) -> Iterator[Turn]:
-    by_rid = {request.rid: request for request in requests if request.rid is not None}
+    by_rid: dict[str, _Request] = {}  # those before it: a request is dumped when it has ended
     before = None
     for request in requests:
         parent, derived_from = _goes_on(request, by_rid, before, losses)
         before = request
+        if request.rid is not None:
+            by_rid[request.rid] = request
         yield _prompt(request, parent, derived_from, room, losses)
         if request.replied:
             yield _reply(request, room, losses)
@@ -188,7 +190,7 @@ def _goes_on(
         return (_last_id(before) if goes_on and before is not None else None), ()
     target = by_rid.get(rid) if isinstance(rid, str) else None
     if target is None:
-        losses.add("a request that goes on from one that is not in the file", request.place)
+        losses.add("a request that goes on from one that is not before it in the file", request.place)
         return None, ()
     if session.get("offset"):
         losses.add("a request that goes on from within another", request.place)

@@ -366,7 +366,8 @@ def write(conversations: Iterable[Conversation], path: Path, losses: Losses) -> 
         count = 0
         for turn_id, turn in tree.turns.items():
             if "request" in turn.fields:
-                reply = next((tree.turns[each] for each in tree.children[turn_id] if "output" in tree.turns[each].fields), None)
+                below = (tree.turns[each] for each in tree.children[turn_id])
+                reply = next((each for each in below if "output" in each.fields and "request" not in each.fields), None)
                 records.append((turn.fields["number"], _restored(turn, reply)))
             elif "output" not in turn.fields:
                 replies = turn.generated or (turn.message or {}).get("role") == "assistant"

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
+
+from sessiontree.interchange.losses import Losses
 
 #: [path, value] where a value is another one, [path] where there is none. A path is the keys and indices that lead to it.
 Change = list[Any]
+#: For what is made only to be compared: what it cannot hold was no loss.
+NOWHERE: Final = Losses("", salvage=True)
 
 
 def difference(made: Any, actual: Any) -> list[Change]:

@@ -19,13 +19,13 @@ import numpy as np
 from sessiontree.annotations import ADVANTAGE, LOGPROBS, LOSS_MASK, LOSS_WEIGHT, MAX_NAME, REF_LOGPROBS, REWARD, TRAIN
 from sessiontree.interchange import verifiers_rollouts as rollouts
 from sessiontree.interchange.conversations import Conversation, Tree, Turn
-from sessiontree.interchange.differences import difference, put_over
+from sessiontree.interchange.differences import NOWHERE, difference, put_over
 from sessiontree.interchange.formats import Format
 from sessiontree.interchange.losses import Losses
 from sessiontree.interchange.openai import with_images
 from sessiontree.interchange.per_token import Mask, checked_ids, ids_of, numbers, over, trained_mask, under
 from sessiontree.interchange.source import SourceFile, expect
-from sessiontree.interchange.verifiers_messages import NOWHERE, from_verifiers, number, to_verifiers, tools_from, tools_to
+from sessiontree.interchange.verifiers_messages import from_verifiers, number, to_verifiers, tools_from, tools_to
 from sessiontree.interchange.words import is_text
 
 #: Lists of numbers, one for each sampled token, and the annotations that they become.
@@ -350,7 +350,7 @@ def _node(turn: Turn, parent: int | None, index: Any, losses: Losses) -> dict[st
     if lost := sum(link["node"] is None for link in found):
         losses.add("turns that a turn comes from: they are not written", place, lost)
     node["semantic_parents"] = [link for link in found if link["node"] is not None]
-    node["message"] = to_verifiers(turn.message, turn.images, losses, place)
+    node["message"] = to_verifiers(turn.message, turn.images, NOWHERE if own else losses, place)
     node["sampled"] = sampled
     if turn.created_at is not None:
         node["timestamp"] = turn.created_at

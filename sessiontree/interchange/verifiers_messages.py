@@ -12,8 +12,6 @@ from sessiontree.interchange.images import as_data_url
 from sessiontree.interchange.losses import Losses
 from sessiontree.interchange.source import expect
 
-#: What goes wherever a finding is of no interest.
-NOWHERE: Final = Losses("", salvage=True)
 _WORDS: Final = ("name", "reasoning_content", "tool_call_id")
 
 

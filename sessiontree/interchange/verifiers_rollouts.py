@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from sessiontree.annotations import ADVANTAGE, LOGPROBS, LOSS_MASK, REWARD
 from sessiontree.interchange.conversations import MAIN, Branch, Conversation, Tree, Turn
-from sessiontree.interchange.differences import difference, put_over
+from sessiontree.interchange.differences import NOWHERE, difference, put_over
 from sessiontree.interchange.losses import Losses
 from sessiontree.interchange.openai import with_images
 from sessiontree.interchange.per_token import checked_ids, ids_of, numbers, over, trained_mask, under
 from sessiontree.interchange.source import expect
-from sessiontree.interchange.verifiers_messages import NOWHERE, from_verifiers, number, to_verifiers, tools_from, tools_to
+from sessiontree.interchange.verifiers_messages import from_verifiers, number, to_verifiers, tools_from, tools_to
 
 #: What a step says that turns have a place for; of its tokens, and of the whole row.
 _STEP: Final = {"prompt", "completion", "tokens", "response", "reward", "advantage"}
@@ -188,7 +188,9 @@ class _Grown:
         at = max(reached, default=None)
         for number_, message in enumerate(messages[depth:], depth):
             replied = number_ >= asked and message.said["role"] == "assistant"
-            at = self.add(at, _Message(message.said, None), None, f"{place}, message {number_}", generated=replied)
+            at = self.add(
+                at, _Message(message.said, None), None, f"{place}, message {number_}", generated=replied, fields={"row": True}
+            )
         return at
 
 
@@ -289,7 +291,7 @@ def _step(path: Branch, losses: Losses) -> dict[str, Any]:
 
 def _made(turn: Turn, losses: Losses) -> dict[str, Any]:
     """The message of a turn."""
-    made = to_verifiers(turn.message or {}, turn.images, losses, turn.place)
+    made = to_verifiers(turn.message or {}, turn.images, NOWHERE if turn.fields else losses, turn.place)
     restored: dict[str, Any] = put_over(made, turn.fields.get("message", ()))
     return restored
 

@@ -28,6 +28,7 @@ from sessiontree.interchange.templates import LOOKS_BACK, SYSTEM, ChatTemplate, 
 from sessiontree.media import MediaItem, media_identity
 from sessiontree.node import Namespace, Node
 from sessiontree.positions import PositionScheme
+from sessiontree.positions import scheme as scheme_named
 from sessiontree.store import Session, SessionStore
 
 #: The scheme of sessions of which nothing else is said: a token's position is its index.
@@ -41,7 +42,7 @@ _COMPARED: Final = 16  # branches of a conversation that are compared with what 
 _TOGETHER: Final = 64  # tool results that are asked for together, at most
 _LOOKED_AT: Final = 256  # nodes that are looked at for the last question
 _BEGINNING: Final = 16  # nodes that are looked at for a system message
-_EVICT_EVERY: Final = 64 * 2**20  # bytes of input
+_EVICT_EVERY: Final = 8 * 2**20  # bytes of input
 _IDS_TOLD: Final = 100
 
 
@@ -160,10 +161,11 @@ class Importer:
         self.store = store
         self.form = form
         self.template = None if template is None else ChatTemplate.of(template)
-        self.scheme = scheme
+        self.scheme = scheme_named(scheme) if isinstance(scheme, str) else scheme
         self.namespace = Namespace.of(namespace)
         self.model_fingerprint = model_fingerprint
         self.prefix = prefix
+        self._there = set(store.sessions())
         self._losses: list[Losses] = []
         self._counts = {"added": 0, "grown": 0, "known": 0, "turns": 0, "new_nodes": 0, "images": 0, "tokens": 0, "heads_kept": 0}
         self._session_ids: list[str] = []
@@ -190,16 +192,14 @@ class Importer:
             losses.fault("a conversation's id is no text", repr(conversation.id))
             return
         mark = None if mark is None else f"{mark} {'tokens' if self.template is not None else 'text'}"
-        session, made = self._session(self.prefix + conversation.id)
+        name = self.prefix + conversation.id
         if len(self._session_ids) < _IDS_TOLD:
-            self._session_ids.append(session.id)
-        if (
-            mark is not None
-            and not made
-            and words.facts_from(session.annotation(session.root, words.ANNOTATION)).get("mark") == mark
-        ):
+            self._session_ids.append(name)
+        if mark is not None and name in self._there and self._is_known(name, mark):
             self.count("known")
             return
+        session, made = self._session(name)
+        self._there.add(name)
         before = len(session.tree)
         try:
             _Conversation(self, session, conversation, losses).load(mark)
@@ -214,6 +214,12 @@ class Importer:
     def append(self, session: Session, parent: Node, conversation: Conversation, losses: Losses) -> Node:
         """The turns of a conversation under a node; the last of them."""
         return _Conversation(self, session, conversation, losses).append(parent)
+
+    def _is_known(self, session_id: str, mark: str) -> bool:
+        """Whether a session was imported whole from the same. It is not opened for that, which would be written down."""
+        tree = self.store.tree(session_id)
+        fits = tree.root.scheme == self.scheme and tree.root.namespace == self.namespace
+        return fits and words.facts_from(tree.annotation(tree.root, words.ANNOTATION)).get("mark") == mark
 
     def _session(self, session_id: str) -> tuple[Session, bool]:
         try:
@@ -337,6 +343,8 @@ class _Conversation:
         return self.session.root if parent is None else self.session.node(self.nodes[parent])
 
     def _end_run(self) -> None:
+        if not self.run:
+            return
         run, self.run = self.run, []
         for said, rendered in zip(run, self._rendered(self.run_parent, [said.turn for said in run]), strict=True):
             self.last = self.run_parent = self._append(self.run_parent, said, rendered)
@@ -351,9 +359,10 @@ class _Conversation:
         except (TypeError, ValueError, RecursionError) as error:
             self.losses.fault("a turn that is no JSON", turn.place or repr(turn.id), f"{type(error).__name__}: {error}")
             return self._said(Turn(id=turn.id, parent=turn.parent, role=UNREADABLE, place=turn.place))
-        digest = blake2b(digest_size=16)
-        for part in ((message or "").encode(), rest.encode(), *(image.data for image in turn.images)):
-            digest.update(blake2b(part, digest_size=16).digest())
+        digest = blake2b((message or "").encode(), digest_size=16)
+        for part in (rest.encode(), *(image.data for image in turn.images)):
+            if part:
+                digest.update(blake2b(part, digest_size=16).digest())
         return _Said(turn, f"={digest.hexdigest()}", message)
 
     # Tokens
@@ -415,7 +424,7 @@ class _Conversation:
         sources = [self.nodes[each] for each in turn.derived_from if each in self.nodes]
         self.loader.count("images", len(turn.images))
         before = len(self.session.tree)
-        if turn.generated and turn.token_ids is not None and not media:
+        if turn.generated and turn.token_ids is not None and not media and (len(ids) or parent.depth):
             with self.session.draft(parent, role=role, metadata=metadata, key=key) as draft:
                 draft.extend(ids)
                 reason = turn.finish_reason or "stop"
@@ -447,7 +456,7 @@ class _Conversation:
         if turn.token_ids is not None:
             return turn.token_ids, tuple(turn.media), (None,) * len(turn.media)
         media = tuple(MediaItem("image", identity_of(image), [(at, 1)]) for at, image in enumerate(turn.images))
-        return [0] * len(media), media, (None,) * len(media)
+        return [0] * len(media) if media else _NO_TOKENS, media, (None,) * len(media)
 
     def _kept(self, turn: Turn, media: Sequence[MediaItem], features: Sequence[Any]) -> list[dict[str, Any]]:
         """What the metadata say of each picture. Its file goes where features are; where no token stands for it, it stays there."""
@@ -512,6 +521,7 @@ class _Conversation:
                 self.losses.add("branches that the template writes otherwise when it is asked for the whole", leaf.key or "")
 
 
+_NO_TOKENS: Final = np.empty(0, np.int32)
 #: Stands for a picture that has its place already.
 _PLACE: Final = Image(b"", "")
 

@@ -155,6 +155,7 @@ class _Saver:
     def _turn(self, session: Session, node: Node, name: str, parent: str | None) -> Turn:
         metadata = node.metadata
         fields = words.fields_of(node)
+        own = words.MESSAGE in metadata or bool(fields)  # it was imported
         for other in fields.keys() - {self.form.name}:
             self.losses.add(f"what only {other} says of a turn", name)
         message = words.message_of(node)
@@ -171,7 +172,7 @@ class _Saver:
             token_ids=node.token_ids,
             media=node.media,
             generated=node.origin == "generated",
-            finish_reason=metadata.get(words.FINISH_REASON, node.finish_reason),
+            finish_reason=metadata.get(words.FINISH_REASON) if own else node.finish_reason,
             annotations={each: value for each, value in session.annotations(node).items() if each != words.ANNOTATION},
             derived_from=tuple(metadata.get(words.DERIVED_FROM, ())),
             fields=fields.get(self.form.name, {}),
@@ -208,17 +209,14 @@ class _Nodes:
     """The nodes of a session in commit order, but for the root; or the path of one and what is below it."""
 
     def __init__(self, session: Session, at: Node | None) -> None:
-        self._session = session
         self._at = at
-        self._path: Sequence[Node] = () if at is None else at.path()[1:]
-        self._keys = Counter(node.key for node in self)
+        self._path: Sequence[Node] = () if at is None else at.path()[1:]  # the root's is empty
+        below = session.root if at is None else at
+        self._nodes = [*self._path, *session.descendants(below, "commit")]
+        self._keys = Counter(node.key for node in self._nodes)
 
     def __iter__(self) -> Iterator[Node]:
-        if self._at is None:
-            yield from self._session.descendants(self._session.root, "commit")
-            return
-        yield from self._path  # the root's is empty
-        yield from self._session.descendants(self._at, "commit")
+        return iter(self._nodes)
 
     def name(self, node: Node) -> str:
         """What its turn is called: the key it was imported or committed under where only it has that, else its own id."""

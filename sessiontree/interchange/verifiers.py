@@ -327,7 +327,11 @@ class _Traces:
         return call
 
     def _new_call(self, turn: Turn) -> dict[str, Any] | None:
-        if turn.id not in self._index or not (turn.generated or (turn.message or {}).get("role") == "assistant"):
+        if (
+            turn.id not in self._index
+            or "sampled" in turn.fields
+            or not (turn.generated or (turn.message or {}).get("role") == "assistant")
+        ):
             return None
         call: dict[str, Any] = {"node": self._index[turn.id]}
         if turn.finish_reason in ("stop", "length", "tool_calls"):

@@ -60,7 +60,7 @@ def metadata_of(turn: Turn, said: str | None, format_name: str, images: Sequence
         metadata[FINISH_REASON] = turn.finish_reason
     if turn.derived_from:
         metadata[DERIVED_FROM] = list(turn.derived_from)
-    if turn.fields:
+    if turn.fields or message is None:  # of what says nothing, that it was read so
         metadata[FIELDS] = to_json({format_name: turn.fields})
     return metadata
 

@@ -1,0 +1,248 @@
+"""Rollouts of verifiers: files that 0.3.1 and 0.4.0 wrote, random ones, and what other formats said."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sessiontree import InterchangeError, SessionStore
+from sessiontree.interchange import Conversation, Losses, SourceFile, Turn, export_file, format_named, import_file
+from sessiontree.interchange.verifiers import FORMAT, read
+from tests.transcripts import GOLDEN, conversations, lines_of, mappings, put_lines, texts, words, write_to
+
+TRACES = GOLDEN / "verifiers" / "traces-0.4.0.jsonl"
+RESULTS = GOLDEN / "verifiers" / "results-0.3.1.jsonl"
+#: The interpreter of an environment that has verifiers 0.4: SESSIONTREE_VERIFIERS=.../bin/python.
+INTERPRETER = os.environ.get("SESSIONTREE_VERIFIERS")
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two are the same JSON values: the order of keys does not count, the types of numbers do."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def through(path: Path, out: Path, *, store: SessionStore | None = None, salvage: bool = False) -> list[Any]:
+    """The lines that come out of a store where a file went in."""
+    held = SessionStore.in_memory() if store is None else store
+    import_file(held, path, "verifiers", salvage=salvage)
+    out.unlink(missing_ok=True)
+    assert not export_file(held, out, "verifiers").lost
+    return lines_of(out)
+
+
+@pytest.mark.parametrize("path", [TRACES, RESULTS])
+def test_what_verifiers_wrote_comes_back(path: Path, tmp_path: Path) -> None:
+    assert same(through(path, tmp_path / "out.jsonl"), lines_of(path))
+    with SessionStore.open(tmp_path / "store") as store:
+        through(path, tmp_path / "out.jsonl", store=store)
+    with SessionStore.open(tmp_path / "store") as store:
+        assert export_file(store, tmp_path / "again.jsonl", "verifiers").sessions == len(lines_of(path))
+    assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "out.jsonl").read_bytes()
+
+
+def test_each_step_has_the_ids_and_the_log_probabilities_that_were_sampled() -> None:
+    """Of a row of results every prompt is a path, bit for bit; its reply stands behind it, and is what is trained on."""
+    store = SessionStore.in_memory()
+    import_file(store, RESULTS, "verifiers")
+    for row, name in zip(lines_of(RESULTS), store.sessions(), strict=True):
+        session = store.get(name)
+        replies = [node for node in session.descendants(session.root) if node.origin == "generated"]
+        steps = [step for step in row["trajectory"] if step["tokens"]]
+        assert len(replies) == len(steps) > 0
+        for reply, step in zip(replies, steps, strict=True):
+            tokens = step["tokens"]
+            assert reply.input_ids(0, reply.start).tolist() == tokens["prompt_ids"]
+            assert reply.token_ids.tolist() == tokens["completion_ids"]
+            logprobs = session.token_values(reply, "logprobs", reply.start, reply.stop)
+            assert logprobs.values.tolist() == tokens["completion_logprobs"]
+        assert session.annotation(replies[-1], "reward") == row["reward"]
+
+
+def test_a_trace_is_the_tree_that_it_is() -> None:
+    """A node is a node; a compaction is a branch made of the old one; what is not trained on says so."""
+    store = SessionStore.in_memory()
+    import_file(store, TRACES, "verifiers")
+    episode = lines_of(TRACES)[0]
+    session = store.get(episode["id"])
+    solver, judge = episode["traces"]
+    assert len(session.tree) - 1 == len(solver["nodes"]) + len(judge["nodes"])
+    by_key = {node.key: node for node in session.descendants(session.root)}
+    for number, trace in enumerate(episode["traces"]):
+        for at, said in enumerate(trace["nodes"]):
+            node = by_key[f"{number}/{at}"]
+            assert node.token_ids.tolist() == said["token_ids"]
+            assert node.depth == 1 if said.get("parent") is None else node.parent == by_key[f"{number}/{said['parent']}"]
+    compacted = next(at for at, said in enumerate(solver["nodes"]) if said["semantic_parents"])
+    assert by_key[f"0/{compacted}"].metadata["derived_from"]
+    assert session.annotation(by_key["1/0"], "train") is False
+    assert session.annotation(by_key[f"0/{compacted}"], "reward") == pytest.approx(1.0)
+
+
+numbers = st.floats(-9, 0) | st.integers(-9, 0)
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> dict[str, Any]:
+    """A trace of a few nodes."""
+    nodes: list[Any] = []
+    for at in range(draw(st.integers(0, 5))):
+        role = draw(st.sampled_from(["system", "user", "assistant", "tool"]))
+        message: dict[str, Any] = {"role": role, "content": draw(texts)}
+        if role == "tool":
+            message["tool_call_id"] = draw(words)
+        if role == "assistant" and draw(st.booleans()):
+            message["tool_calls"] = [{"id": draw(words), "name": draw(words), "arguments": draw(texts)}]
+        ids: list[int] = draw(st.lists(st.integers(0, 2**31 - 1), max_size=4))
+        mask = [draw(st.booleans()) for _ in ids]
+        known: dict[str, Any] = {"message": message, "sampled": draw(st.booleans()), "token_ids": ids, "mask": mask}
+        node = draw(mappings) | known
+        node["logprobs"] = [draw(numbers) for _ in range(draw(st.sampled_from([sum(mask), 0, 1])))]
+        if draw(st.booleans()) and nodes:
+            node["parent"] = draw(st.integers(0, at - 1))
+        if draw(st.booleans()) and nodes:
+            node["semantic_parents"] = [{"node": draw(st.integers(0, at - 1)), "type": draw(st.sampled_from(["compaction", "x"]))}]
+        nodes.append(node)
+    said = {"nodes": nodes, "rewards": draw(st.none() | st.dictionaries(words, numbers | st.none(), max_size=2))}
+    return draw(mappings) | said
+
+
+@given(st.lists(traces(), max_size=3), mappings, st.booleans())
+def test_any_episode_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, drawn: list[Any], more: dict[str, Any], alone: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("verifiers")
+    lines = drawn if alone else [more | {"id": "e", "traces": drawn}]
+    path = put_lines(folder / "a.jsonl", lines)
+    assert same(through(path, folder / "out.jsonl"), lines)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> dict[str, Any]:
+    """A row of results, whose steps may say their prompts anew, go on, or do neither."""
+    said = st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "assistant", "tool"]), texts)
+    prompt: list[Any] = draw(st.lists(said, max_size=2))
+    steps, ids = [], draw(st.lists(st.integers(0, 9), max_size=4))
+    history = list(prompt)
+    for _ in range(draw(st.integers(0, 3))):
+        if not draw(st.integers(0, 3)):
+            ids = draw(st.lists(st.integers(0, 9), max_size=4))
+        reply = draw(st.lists(st.integers(0, 9), max_size=3))
+        tokens = {
+            "prompt_ids": list(ids),
+            "prompt_mask": [0] * len(ids),
+            "completion_ids": reply,
+            "completion_mask": [1] * len(reply),
+            "completion_logprobs": [draw(numbers) for _ in reply],
+            "overlong_prompt": False,
+        }
+        answer = [{"role": "assistant", "content": draw(texts)}]
+        step: dict[str, Any] = {
+            "prompt": list(history),
+            "completion": answer,
+            "tokens": draw(st.just(tokens) | st.none()),
+            "reward": draw(numbers),
+        }
+        steps.append(draw(mappings) | step)
+        history += answer + draw(st.lists(said, max_size=1))
+        ids = ids + reply + draw(st.lists(st.integers(0, 9), max_size=2))
+    row: dict[str, Any] = {
+        "prompt": prompt,
+        "completion": history[len(prompt) :],
+        "reward": draw(numbers),
+        "example_id": draw(st.integers(0, 5)),
+    }
+    return draw(mappings) | row | ({"trajectory": steps} if draw(st.booleans()) else {})
+
+
+@given(st.lists(rows(), max_size=3))
+def test_any_rows_of_results_come_back(tmp_path_factory: pytest.TempPathFactory, drawn: list[Any]) -> None:
+    folder = tmp_path_factory.mktemp("verifiers")
+    path = put_lines(folder / "a.jsonl", drawn)
+    assert same(through(path, folder / "out.jsonl"), drawn)
+
+
+def read_by_verifiers(path: Path) -> list[Any]:
+    """What verifiers itself makes of traces: a mapping for each branch."""
+    assert INTERPRETER is not None
+    folder = path.parent / f"of {path.stem}"
+    folder.mkdir()
+    (folder / "traces.jsonl").write_bytes(path.read_bytes())
+    command = [INTERPRETER, str(GOLDEN / "verifiers" / "verifiers_0_4.py"), "read", str(folder)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in found.stdout.splitlines()]
+
+
+@pytest.mark.skipif(INTERPRETER is None, reason="SESSIONTREE_VERIFIERS names no interpreter that has verifiers")
+def test_verifiers_reads_ours_as_its_own(tmp_path: Path) -> None:
+    through(TRACES, tmp_path / "out.jsonl")
+    (tmp_path / "own.jsonl").write_bytes(TRACES.read_bytes())
+    assert read_by_verifiers(tmp_path / "out.jsonl") == read_by_verifiers(tmp_path / "own.jsonl")
+
+
+@pytest.mark.skipif(INTERPRETER is None, reason="SESSIONTREE_VERIFIERS names no interpreter that has verifiers")
+def test_verifiers_trains_on_what_another_sampled(tmp_path: Path) -> None:
+    """A tree of ours, in which two replies follow one prompt: two branches, with their ids, masks and log-probabilities."""
+    store = SessionStore.in_memory()
+    session = store.create("ours", scheme="text@hf5")
+    prompt = session.append(session.root, [1, 2, 3], role="user")
+    for key, ids in (("one", [4, 5]), ("two", [4, 6, 7])):
+        with session.draft(prompt, key=key) as draft:
+            draft.extend(ids)
+            draft.commit("stop", annotations={"logprobs": -np.arange(1.0, len(ids) + 1)})
+    export_file(store, tmp_path / "ours.jsonl", "verifiers", decode=lambda ids: " ".join(map(str, ids)))
+    one, two = read_by_verifiers(tmp_path / "ours.jsonl")
+    assert (one["token_ids"], two["token_ids"]) == ([1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7])
+    assert one["sampled_mask"] == [False] * 3 + [True] * 2
+    assert two["logprobs"] == [0.0] * 3 + [-1.0, -2.0, -3.0]
+
+
+@given(conversations())
+def test_what_other_formats_said_is_a_tree_of_theirs(tmp_path_factory: pytest.TempPathFactory, made: Conversation) -> None:
+    path = tmp_path_factory.mktemp("verifiers") / "a.jsonl"
+    turns = list(made.turns)
+    losses = write_to(path, "verifiers", Conversation(id="c", turns=turns, heads=made.heads))
+    (line,) = lines_of(path)
+    nodes = line["traces"][0]["nodes"] if turns else []
+    silent = sum(turn.message is None for turn in turns)
+    assert len(nodes) == len(turns) - silent
+    assert sum(loss.count for loss in losses.lost if loss.what == "turns that are no messages") == silent
+    (again,) = read(SourceFile(path), Losses("a.jsonl"))
+    found = list(again.turns)
+    assert [turn.message is not None and turn.message["role"] for turn in found] == [node["message"]["role"] for node in nodes]
+    assert all(isinstance(turn, Turn) for turn in found)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "7",
+        '{"traces": 3}',
+        '{"nodes": {}}',
+        '{"nodes": [3]}',
+        '{"nodes": [{"message": 3, "token_ids": []}]}',
+        '{"nodes": [{"message": {"role": "user", "content": "x"}, "token_ids": [-1]}]}',
+        '{"nodes": [{"message": {"role": "user", "content": "x"}, "token_ids": "ab"}]}',
+        '{"nodes": [{"message": {"role": "user", "content": "x"}, "parent": 0}]}',
+        '{"nodes": [{"message": {"role": "user", "content": "x"}, "parent": 9}]}',
+        '{"prompt": 3, "completion": [], "trajectory": {}}',
+        '{"nodes": [',
+    ],
+)
+def test_what_cannot_be_read_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"nodes": [], "id": "fine"}\n' + line + "\n")
+    with pytest.raises(InterchangeError, match=r"a\.jsonl, .*"):
+        import_file(SessionStore.in_memory(), path, "verifiers")
+    assert import_file(SessionStore.in_memory(), path, "verifiers", salvage=True).faults
+
+
+def test_it_is_a_format() -> None:
+    assert format_named("verifiers") is FORMAT

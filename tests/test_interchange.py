@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +40,7 @@ from sessiontree.interchange import (
     message_of,
 )
 from sessiontree.interchange import source as sources
+from sessiontree.interchange import text_of as said_text
 from sessiontree.positions import scheme
 from tests.command_line import json_of, run, text_of
 
@@ -657,3 +661,120 @@ def test_messages_become_tokens_on_the_command_line(tmp_path: Path) -> None:
         ids = store.get("talk-1").heads["main"].input_ids().tolist()
     assert tokenizer().decode(ids) == "<|im_start|>user\nhi <|im_end|><|im_end|>\n"
     assert ids.count(151645) == 1, "what is said never ends the turn"
+
+
+# --- as the documents have it ---------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parent.parent
+
+
+def an_export(folder: Path) -> None:
+    """A ChatGPT export of one conversation, four questions and answers."""
+    store = SessionStore.in_memory()
+    import_file(store, jsonl(folder / "said.jsonl", conversations(1, 8)), "openai")
+    export_file(store, folder / "conversations.json", "chatgpt")
+
+
+def test_the_python_of_the_page_forks_at_the_third_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Import a ChatGPT export, go on otherwise from its third answer, write that branch as chat messages."""
+    an_export(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    block, *_ = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "interchange.md").read_text(), re.DOTALL)
+    exec(compile(block, "interchange.md", "exec"), {})
+    (line,) = (tmp_path / "branch.jsonl").read_text().splitlines()
+    contents = [message["content"] for message in json.loads(line)["messages"]]
+    assert contents == ["0 0", "0 1", "0 2", "0 3", "0 4", "0 5", "And by train?"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/interchange.md"])
+def test_the_commands_of_the_page_do_what_it_says(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    an_export(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (block,) = [each for each in re.findall(r"```sh\n(.*?)```", (ROOT / page).read_text(), re.DOTALL) if "chatgpt" in each]
+    third = ""
+    for line in block.splitlines():
+        command = shlex.split(line, comments=True)[1:]
+        (name,) = [*SessionStore.open("chats", read_only=True).sessions()[:1]] if os.path.isdir("chats") else [""]
+        command = [each.replace("Trip to Rome", name).replace("3f2a", third) for each in command]
+        done = run(*command)
+        assert done.exit_code == 0, (line, done.stderr)
+        if command[0] == "log":
+            third = done.stdout.splitlines()[2].split()[1]
+    (line,) = (tmp_path / "branch.jsonl").read_text().splitlines()
+    assert [message["content"] for message in json.loads(line)["messages"]] == ["0 0", "0 1", "0 2", "0 3", "0 4", "0 5"]
+
+
+# --- and between all formats ----------------------------------------------------------------------------------------------------
+
+GOLDEN = ROOT / "tests" / "golden" / "interchange"
+SOURCES = {
+    "chatgpt": "chatgpt",
+    "claude-code": "claude_code/kinds.jsonl",
+    "langgraph": "langgraph/threads.sqlite",
+    "openai": "openai/agents.jsonl",
+    "pi": "pi/1.6.0/everything.jsonl",
+    "sglang": "sglang/dump.pkl",
+    "sharegpt": "sharegpt/others.jsonl",
+    "verifiers": "verifiers/traces-0.4.0.jsonl",
+    "atif": "atif/trajectory-1.8.json",
+}
+
+
+def all_of(store: SessionStore) -> dict[str, Any]:
+    """What an import made of each session, but for the marks of its file."""
+    found = {}
+    for name in sorted(store.sessions()):
+        session = store.get(name)
+        nodes = [(node.id, dict(node.metadata), session.annotations(node)) for node in session.descendants(session.root)]
+        heads = {head: node.id for head, node in session.heads.items()}
+        found[name] = repr((sorted(nodes, key=lambda node: node[0]), sorted(heads.items())))
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_what_goes_out_in_its_own_format_and_in_again_is_the_same(name: str, tmp_path: Path) -> None:
+    """On disk: the same sessions, ids, metadata, annotations and heads."""
+    form = format_named(name)
+    with SessionStore.open(tmp_path / "one") as one, SessionStore.open(tmp_path / "two") as two:
+        import_file(one, GOLDEN / SOURCES[name], form)
+        out = tmp_path / f"out{'.zip' if name == 'chatgpt' else Path(SOURCES[name]).suffix}"
+        lost = export_file(one, out, form).lost
+        if name == "sharegpt":  # which names pictures: they are files beside it
+            assert {loss.what for loss in lost} == {"pictures that are files: named, not written"}
+            shutil.copytree(GOLDEN / "sharegpt" / "pictures", tmp_path / "pictures")
+        else:
+            assert not lost
+        import_file(two, out, form)
+        stem = Path(SOURCES[name]).stem  # what has no name of its own is called by its file
+        assert all_of(two) == {key.replace(stem, "out"): value for key, value in all_of(one).items()}
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES))
+@pytest.mark.parametrize("target", sorted(SOURCES))
+def test_every_format_is_written_as_every_other(name: str, target: str, tmp_path: Path) -> None:
+    """What comes of that is read again without a fault, and says what it said: no words are lost but those that are counted."""
+    store, other = SessionStore.in_memory(), SessionStore.in_memory()
+    import_file(store, GOLDEN / SOURCES[name], name)
+    form = format_named(target)
+    for number, session_id in enumerate(store.sessions()):
+        session = store.get(session_id)
+        if len(session.tree) == 1:
+            continue
+        out = tmp_path / f"{number}{form.suffix}"
+        exported = export_file(store, out, form, [session_id])
+        report = import_file(other, out, form, prefix=f"{number}/")
+        assert not report.faults
+        path = session.heads["main"].path()
+        if any(loss.what.startswith("messages of the system are remarks") for loss in exported.lost):
+            path = tuple(node for node in path if node.role not in ("system", "developer"))
+        said = {text_of_message(node) for node in path} - {""}
+        came = "\n".join(text_of_message(node) for each in report.session_ids for node in walk(other.get(each)))
+        assert all(text in came for text in said if target != "sharegpt" or text.strip() in came)
+
+
+def walk(session: Any) -> Any:
+    return session.descendants(session.root)
+
+
+def text_of_message(node: Any) -> str:
+    return said_text(message_of(node))

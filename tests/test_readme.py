@@ -1,4 +1,9 @@
-"""The code of the README and of docs/ runs as it stands."""
+"""The code of the README and of docs/ runs as it stands.
+
+Blocks fenced as ``python`` run in any environment of the tests, those of a page one after another in one namespace and directory. One
+with a title is a file that later blocks run. Blocks fenced as ``py`` need more: those of the tutorials on PostgreSQL and SGLang are run
+where that is installed; those of other pages show names that are the reader's own, and are not run.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +12,68 @@ from pathlib import Path
 
 import pytest
 
+from tests.sglang_engine import engine, needs_sglang
+
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 
 
-def blocks_of(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+def blocks_of(page: Path, fences: str = "python") -> list[tuple[str, str]]:
+    """(title, code) of each block of a page; no title is "". ``fences``: a pattern."""
+    return re.findall(rf'^```(?:{fences})(?: title="(.+)")?\n(.*?)^```$', page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_readme_code_runs(capsys: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def run(page: Path, scope: dict[str, object], fences: str = "python") -> None:
+    """Run the blocks of a page here, as its reader would."""
+    for title, block in blocks_of(page, fences):
+        if title:
+            Path(title).write_text(block)
+        else:
+            exec(compile(block, str(page), "exec"), scope)
+
+
+@pytest.fixture(autouse=True)
+def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty one, from which processes that a page starts find the library."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return tmp_path
+
+
+def test_readme_code_runs(directory: Path) -> None:
     scope: dict[str, object] = {}
-    for block in blocks_of(README):
-        exec(compile(block, str(README), "exec"), scope)
+    run(README, scope)
     inputs, follow_up = scope["inputs"], scope["follow_up"]
     assert inputs.input_ids.tolist() == [2168, 151644, 872, 3170]  # type: ignore[attr-defined]
     assert inputs.positions.tolist() == [[7, 8, 9, 10]] * 3  # type: ignore[attr-defined]
     assert inputs.mrope_position_delta.tolist() == [[-2]]  # type: ignore[attr-defined]
     assert follow_up.parent is scope["reply"]  # type: ignore[attr-defined]
-    assert [path.name for path in tmp_path.iterdir()] == ["sessions"]
+    assert [path.name for path in directory.iterdir()] == ["sessions"]
 
 
-PAGES = [page.name for page in sorted((ROOT / "docs").glob("*.md")) if blocks_of(page)]
+PAGES = [str(page.relative_to(DOCS)) for page in sorted(DOCS.rglob("*.md")) if blocks_of(page)]
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_code_of_a_page_runs(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_code_of_a_page_runs(name: str) -> None:
+    run(DOCS / name, {})
+
+
+def test_all_code_of_the_page_on_postgresql_runs(postgres_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(DOCS / "tutorials/machines.md", {"url": postgres_url}, "python|py")
+    assert "went on elsewhere" in capsys.readouterr().out
+
+
+@needs_sglang
+def test_all_code_of_the_page_on_sglang_runs() -> None:
+    engine("sglang.srt.managers.io_struct")  # with stubs of what is not installed
     scope: dict[str, object] = {}
-    for block in blocks_of(ROOT / "docs" / name):
-        exec(compile(block, name, "exec"), scope)
+    run(DOCS / "tutorials/sglang.md", scope, "python|py")
+    assert issubclass(scope["SessionController"], scope["SessionTreeController"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["fork", "scheduler", "persist", "train"])
+def test_a_tutorial_is_all_run(name: str) -> None:
+    page = DOCS / "tutorials" / f"{name}.md"
+    assert len(blocks_of(page)) == page.read_text().count("```") // 2 >= 3

@@ -19,7 +19,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --n
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test cover check bench soak postgres chromium clean
+.PHONY: help demo serve test cover check bench soak postgres chromium docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -58,6 +58,10 @@ chromium: .venv/dev.stamp ## install Chromium where it is missing, by apt-get, a
 	@$(BIN)/python -m tests.browser || { \
 	    apt-get update --quiet --quiet && DEBIAN_FRONTEND=noninteractive apt-get install --quiet --yes --no-install-recommends chromium; }
 
+# Its warning is about mkdocs 2, which pyproject.toml leaves out.
+docs: .venv/docs.stamp ## build the documentation as a site, build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 clean: ## remove all that these targets made
 	rm -rf .venv .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -74,6 +78,11 @@ clean: ## remove all that these targets made
 .venv/demo.stamp: .venv/made.stamp pyproject.toml constraints.txt
 	$(PIP) hatchling editables
 	$(PIP) --no-build-isolation --editable '.[demo]'
+	@touch $@
+
+.venv/docs.stamp: .venv/made.stamp pyproject.toml constraints.txt
+	$(PIP) hatchling editables
+	$(PIP) --no-build-isolation --editable '.[docs]'
 	@touch $@
 
 .venv/serve.stamp: .venv/demo.stamp

@@ -45,8 +45,12 @@ check: .venv/dev.stamp ## lint, formatting, types and the layers
 bench: $(if $(PEERS),.venv/peers.stamp .venv/sglang.stamp .venv/vllm.stamp) .venv/dev.stamp ## measure: tables, and one line of JSON for each figure; PEERS=1 adds LangGraph, openai-agents, SGLang
 	@missed=0; for part in tree contention positions packing page_hashes gpu_bridge durable health health_gc health_bundles health_cli sglang_sessions scheduler serving trajectories interchange postgres viewer; do PYTHONPATH=. $(BIN)/python benchmarks/$$part.py || missed=1; done; exit $$missed
 
-soak: .venv/dev.stamp .venv/sglang.stamp .venv/vllm.stamp ## run every test, the long ones too, at soak length, on new random histories
-	SESSIONTREE_SOAK=1 $(PYTEST) -m ""
+soak: .venv/dev.stamp .venv/sglang.stamp .venv/vllm.stamp .venv/tools.stamp ## run every test, the long ones too, at soak length, on new random histories; other tools write files and read ours
+	SESSIONTREE_VERIFIERS=$(call tool,verifiers/bin/python) SESSIONTREE_HARBOR=$(call tool,harbor/bin/python) \
+	    SESSIONTREE_PI=$(call tool,node/node_modules/@earendil-works/pi-coding-agent) \
+	    SESSIONTREE_NODE=$(call tool,node/node_modules/.bin/node) \
+	    SESSIONTREE_CLAUDE_CODE=$(call tool,node/node_modules/@anthropic-ai/claude-code-*/claude) \
+	    SESSIONTREE_SOAK=1 $(PYTEST) -m ""
 
 # The tests start a server of their own: all that they need is the programs.
 postgres: .venv/dev.stamp ## install PostgreSQL where it is missing, by apt-get, as root
@@ -105,6 +109,25 @@ clean: ## remove all that these targets made
 	    CARGO=none VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 \
 	    $(PIP) --no-deps --no-build-isolation --no-compile --no-binary vllm vllm==0.33.0 && touch $@ || \
 	    echo "vllm 0.33.0 cannot be installed here; what needs it is skipped" >&2
+
+# Tools whose files `import` and `export` know: each writes and reads them itself where it can be had, some in an environment of
+# their own. The tests of those that are not there are skipped. Of harbor the models alone are used, which do with an older Python.
+TOOLS := .venv/tools
+tool = $(abspath $(firstword $(wildcard $(TOOLS)/$(1))))
+
+.venv/tools.stamp: .venv/dev.stamp
+	@$(PIP) langgraph openai-agents || echo "langgraph and openai-agents cannot be installed here; what needs them is skipped" >&2
+	@$(PYTHON) -m venv --clear $(TOOLS)/verifiers && \
+	    $(TOOLS)/verifiers/bin/python -m pip install --quiet --quiet verifiers==0.4.0 || { \
+	    rm -rf $(TOOLS)/verifiers; echo "verifiers cannot be installed here; what needs it is skipped" >&2; }
+	@$(PYTHON) -m venv --clear $(TOOLS)/harbor && \
+	    $(TOOLS)/harbor/bin/python -m pip install --quiet --quiet pydantic && \
+	    $(TOOLS)/harbor/bin/python -m pip install --quiet --quiet --no-deps --ignore-requires-python harbor==0.26.0 || { \
+	    rm -rf $(TOOLS)/harbor; echo "harbor cannot be installed here; what needs it is skipped" >&2; }
+	@npm install --silent --no-fund --no-audit --prefix $(TOOLS)/node \
+	    @earendil-works/pi-coding-agent@1.6.0 node@22.23.3 @anthropic-ai/claude-code@2.1.197 || { \
+	    rm -rf $(TOOLS)/node; echo "pi and Claude Code cannot be installed here (npm); what needs them is skipped" >&2; }
+	@touch $@
 
 .venv/dev.stamp: .venv/demo.stamp
 	$(PIP) --no-build-isolation --editable '.[demo,dev]'

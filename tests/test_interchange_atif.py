@@ -19,7 +19,7 @@ from tests.transcripts import GOLDEN, conversations, mappings, texts, words, wri
 
 TRAJECTORY = GOLDEN / "atif" / "trajectory-1.8.json"
 #: The interpreter of an environment that has harbor: SESSIONTREE_HARBOR=.../bin/python.
-INTERPRETER = os.environ.get("SESSIONTREE_HARBOR")
+INTERPRETER = os.environ.get("SESSIONTREE_HARBOR") or None
 
 
 def same(one: Any, other: Any) -> bool:

@@ -397,7 +397,7 @@ def test_a_long_transcript(tmp_path: Path) -> None:
 
 # Claude Code itself
 
-EXECUTABLE = os.environ.get("SESSIONTREE_CLAUDE_CODE")
+EXECUTABLE = os.environ.get("SESSIONTREE_CLAUDE_CODE") or None
 live = pytest.mark.skipif(EXECUTABLE is None, reason="SESSIONTREE_CLAUDE_CODE names no Claude Code")
 
 

@@ -519,8 +519,8 @@ def test_labels_are_heads_and_heads_labels(tmp_path: Path) -> None:
 
 # pi itself
 
-PACKAGE = os.environ.get("SESSIONTREE_PI")
-NODE = os.environ.get("SESSIONTREE_NODE", "node")
+PACKAGE = os.environ.get("SESSIONTREE_PI") or None
+NODE = os.environ.get("SESSIONTREE_NODE") or "node"
 live = pytest.mark.skipif(PACKAGE is None, reason="SESSIONTREE_PI names no pi")
 
 

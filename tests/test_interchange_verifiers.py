@@ -21,7 +21,7 @@ from tests.transcripts import GOLDEN, conversations, lines_of, mappings, put_lin
 TRACES = GOLDEN / "verifiers" / "traces-0.4.0.jsonl"
 RESULTS = GOLDEN / "verifiers" / "results-0.3.1.jsonl"
 #: The interpreter of an environment that has verifiers 0.4: SESSIONTREE_VERIFIERS=.../bin/python.
-INTERPRETER = os.environ.get("SESSIONTREE_VERIFIERS")
+INTERPRETER = os.environ.get("SESSIONTREE_VERIFIERS") or None
 
 
 def same(one: Any, other: Any) -> bool:

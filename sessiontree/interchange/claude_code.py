@@ -21,7 +21,7 @@ from sessiontree.interchange.conversations import MAIN, Conversation, Image, Mes
 from sessiontree.interchange.formats import Format
 from sessiontree.interchange.images import to_base64
 from sessiontree.interchange.losses import Losses
-from sessiontree.interchange.source import SourceFile, expect
+from sessiontree.interchange.source import SourceFile, expect, write_lines
 from sessiontree.interchange.times import iso, seconds
 
 _VERSION: Final = "2.1.197"  # which the lines are like that we write
@@ -261,10 +261,7 @@ def _put(value: Any, path: list[Any], item: Any) -> Any:
 
 def write(conversations: Iterable[Conversation], path: Path, losses: Losses) -> None:
     """A line for each turn, and those that stood between them."""
-    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:  # which is how JSON escapes lone surrogates
-        for conversation in conversations:
-            for line in _Lines(conversation, losses):
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    write_lines(path, (line for conversation in conversations for line in _Lines(conversation, losses)))
 
 
 class _Lines:

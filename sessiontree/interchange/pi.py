@@ -20,7 +20,7 @@ from sessiontree.interchange.blocks import Block, Form, add_losses, put_together
 from sessiontree.interchange.conversations import MAIN, Conversation, Image, Message, Turn, messages_of
 from sessiontree.interchange.formats import Format
 from sessiontree.interchange.losses import Losses
-from sessiontree.interchange.source import SourceFile, expect
+from sessiontree.interchange.source import SourceFile, expect, write_lines
 from sessiontree.interchange.times import iso, seconds
 
 _VERSION: Final = 3
@@ -286,10 +286,7 @@ def _bash_message(fields: dict[str, Any]) -> dict[str, Any] | None:
 
 def write(conversations: Iterable[Conversation], path: Path, losses: Losses) -> None:
     """The header and a line for each entry."""
-    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:  # which is how JSON escapes lone surrogates
-        for conversation in conversations:
-            for line in _Lines(conversation, losses):
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    write_lines(path, (line for conversation in conversations for line in _Lines(conversation, losses)))
 
 
 class _Lines:

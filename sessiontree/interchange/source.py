@@ -6,7 +6,7 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
 from math import isfinite
 from pathlib import Path
@@ -173,6 +173,13 @@ def _finite(text: str) -> float:
 
 
 _DECODER: Final = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
+
+
+def write_lines(path: Path, values: Iterable[Any]) -> None:
+    """A file of JSON lines."""
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:  # which is how JSON escapes lone surrogates
+        for value in values:
+            file.write(json.dumps(value, ensure_ascii=False) + "\n")
 
 
 def expect(value: Any, kind: type | tuple[type, ...], what: str, place: str, losses: Losses) -> bool:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from tests.sglang_engine import engine, needs_sglang
+from tests.sglang_scheduler import Engine, configured
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -66,11 +69,19 @@ def test_all_code_of_the_page_on_postgresql_runs(postgres_url: str, capsys: pyte
 
 
 @needs_sglang
-def test_all_code_of_the_page_on_sglang_runs() -> None:
+def test_all_code_of_the_page_on_sglang_runs_and_its_controller_serves() -> None:
     engine("sglang.srt.managers.io_struct")  # with stubs of what is not installed
-    scope: dict[str, object] = {}
+    scope: dict[str, Any] = {}
     run(DOCS / "tutorials/sglang.md", scope, "python|py")
-    assert issubclass(scope["SessionController"], scope["SessionTreeController"])  # type: ignore[arg-type]
+    with configured():
+        controller = scope["SessionController"](MagicMock())
+        scheduler = Engine(controller)
+        assert scheduler.open("chat")
+        scheduler.turn("r1", [5, 6], session_id="chat")
+        for rid, ids in (("r2", [7]), ("r3", [8, 9])):  # a branch each from r1
+            scheduler.turn(rid, ids, session_id="chat", after="r1")
+    heads = controller.store.get("chat").heads
+    assert heads["rid r2"].path()[2] == heads["rid r3"].path()[2] == heads["rid r1"]
 
 
 @pytest.mark.parametrize("name", ["fork", "scheduler", "persist", "train"])

@@ -478,6 +478,17 @@ def test_a_template_that_refuses_ends_the_import_or_is_counted(tmp_path: Path) -
     assert message_of(store.get("a-2").heads["main"]) == {"role": "assistant", "content": "A"}
 
 
+def test_a_template_that_takes_back_what_it_wrote_is_refused(tmp_path: Path) -> None:
+    """But for thoughts: tokens of a turn cannot change once another follows it."""
+
+    def forgetful(messages: Sequence[Any], tools: Sequence[Any]) -> list[int]:
+        return [ord(letter) for at, message in enumerate(messages) for letter in message["content"][at + 1 == len(messages) :]]
+
+    rows = [[{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]]
+    with pytest.raises(InterchangeError, match="the template writes token 0 otherwise once 'assistant' has spoken"):
+        import_file(SessionStore.in_memory(), jsonl(tmp_path / "a.jsonl", rows), "openai", template=forgetful)
+
+
 def test_pictures_without_a_place_are_refused_by_name(file: Path) -> None:
     message = {"role": "user", "content": [{"type": "image", "image": 0}]}
     with pytest.raises(InterchangeError, match="a picture has no tokens"):
@@ -519,6 +530,23 @@ def test_turns_that_have_tokens_alone_need_a_decoder(tmp_path: Path) -> None:
     export_file(store, tmp_path / "b.jsonl", "openai", decode=lambda ids: "".join(map(chr, ids)))
     (line,) = (tmp_path / "b.jsonl").read_text().splitlines()
     assert json.loads(line) == {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]}
+
+
+def test_equal_keys_under_other_parents_are_turns_of_their_own(tmp_path: Path) -> None:
+    store = SessionStore.in_memory()
+    session = store.create("a", scheme="text@hf5")
+    parents = [session.append(session.root, [token], key=str(token)) for token in (1, 2)]
+    parents += [session.append(node, [3], key="question") for node in parents]
+    turns: list[Turn] = []
+
+    def write(found: Any, path: Path, losses: Losses) -> None:
+        for conversation in found:
+            turns.extend(conversation.turns)
+        path.write_text("")
+
+    export_file(store, tmp_path / "out.x", Format("x", "", ".x", None, write), decode=lambda ids: "")
+    assert len({turn.id for turn in turns}) == 4
+    assert [turn.parent for turn in turns] == [None, None, "1", "2"]
 
 
 def test_messages_go_on_behind_any_node_and_only_a_branch_is_written(tmp_path: Path) -> None:

@@ -251,10 +251,12 @@ class StoredIndex(NodeIndex):
         return self.source.nbytes + (0 if known is None else known.held_bytes())
 
     def forget(self) -> None:
-        """Keep nothing that nobody asks for: the nodes read last, and what is known of prefixes."""
+        """Keep nothing that nobody asks for: the nodes read last, and what is known of prefixes.
+
+        Without the lock that readers take to make that: who makes it at this moment keeps it, and it goes the next time.
+        """
         self._recent.clear()
-        with self._adding_lock:
-            self._prefixes = None
+        self._prefixes = None
 
     def adopt(self, ordinal: int, node: Node) -> None:
         """A node that is in memory already: it is given out from now on, for as long as somebody holds it."""

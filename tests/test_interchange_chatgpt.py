@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sessiontree import InterchangeError, SessionStore
@@ -531,6 +531,7 @@ def test_a_mapping_2565_deep(tmp_path: Path) -> None:
     assert exported(store, tmp_path / "out.json")[0] == [value]
 
 
+@pytest.mark.soak
 def test_a_mapping_of_100_000_nodes(tmp_path: Path) -> None:
     """As deep as that on one side, as wide on the other; every order of nodes in the file gives the same turns."""
     rng = random.Random(5)
@@ -662,7 +663,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(value=exports(), block=st.sampled_from([1, 7, 2**20]))
-@settings(max_examples=150, deadline=None)
 def test_any_export_comes_back_as_it_was(folder: Path, value: list[dict[str, Any]], block: int) -> None:
     path = saved(folder / "conversations.json", value)
     (folder / "out.json").unlink(missing_ok=True)
@@ -744,7 +744,6 @@ def said_on(branch: tuple[Turn, ...]) -> list[tuple[Any, ...]]:
 
 
 @given(trees_of_others())
-@settings(max_examples=150, deadline=None)
 def test_what_other_formats_said_is_written_as_an_export_and_read_the_same(folder: Path, turns: list[Turn]) -> None:
     made = Conversation(id="c", turns=turns, title="T", heads={"main": turns[-1].id} if turns and turns[-1].id else {})
     assert FORMAT.write is not None

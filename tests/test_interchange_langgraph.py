@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sessiontree.errors import InterchangeError, NeedsExtra, SessionTreeError
@@ -423,7 +423,6 @@ def made(
     return path
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_any_checkpoints_come_back(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("langgraph")
@@ -470,7 +469,6 @@ normal = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(normal, st.integers(0, 9)), min_size=1, max_size=7))
 def test_any_conversation_of_messages_is_read_again(tmp_path_factory: pytest.TempPathFactory, drawn: list[Any]) -> None:
     path = tmp_path_factory.mktemp("langgraph") / "x.sqlite"

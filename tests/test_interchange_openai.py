@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionToolUnionParam
 from pydantic import TypeAdapter
@@ -264,7 +264,6 @@ LINES = st.lists(MESSAGES, max_size=4) | st.builds(
 
 
 @given(st.lists(LINES, max_size=3))
-@settings(max_examples=150, deadline=None)
 def test_any_lines_come_back_as_they_were(tmp_path_factory: pytest.TempPathFactory, lines: list[Any]) -> None:
     folder = tmp_path_factory.mktemp("lines")
     store, report = imported(saved(folder / "in.jsonl", *lines))

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sessiontree.annotations import LOGPROBS
@@ -286,7 +286,6 @@ outputs = st.fixed_dictionaries(
 )  # fmt: skip
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(states, outputs, st.floats(0, 9), st.integers(0, 9)), max_size=5), st.booleans())
 def test_any_dump_comes_back(tmp_path_factory: pytest.TempPathFactory, drawn: list[Any], bare: bool) -> None:
     folder = tmp_path_factory.mktemp("sglang")
@@ -470,7 +469,6 @@ def test_a_store_gives_a_dump_back(name: str, tmp_path: Path) -> None:
     assert "Where is Łódź?" in (tmp_path / "x.jsonl").read_text()
 
 
-@settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_a_dump_with_bytes_changed_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     whole = bytearray((GOLDEN / "crash.pkl").read_bytes())

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sessiontree import InterchangeError, SessionStore
@@ -343,7 +343,6 @@ ROWS = st.builds(
 
 
 @given(rows=st.lists(ROWS, max_size=3), suffix=st.sampled_from([".json", ".jsonl"]))
-@settings(max_examples=200, deadline=None)
 def test_any_rows_come_back_as_they_were(tmp_path_factory: pytest.TempPathFactory, rows: list[Any], suffix: str) -> None:
     folder = tmp_path_factory.mktemp("rows")
     store, _ = imported(saved(folder / f"in{suffix}", *rows))
@@ -407,7 +406,6 @@ def pieces(branch: tuple[Turn, ...]) -> list[tuple[Any, ...]]:
 
 
 @given(trees_of_others())
-@settings(max_examples=200, deadline=None)
 def test_what_other_formats_said_is_written_as_rows_and_read_the_same(
     tmp_path_factory: pytest.TempPathFactory, turns: list[Turn]
 ) -> None:

@@ -86,6 +86,26 @@ def test_a_trace_is_the_tree_that_it_is() -> None:
     assert session.annotation(by_key[f"0/{compacted}"], "reward") == pytest.approx(1.0)
 
 
+def test_a_rollout_that_went_on_has_a_step_more_and_no_reward_yet(tmp_path: Path) -> None:
+    """Its new reply is a step with the whole path as its prompt; the reward was that of less, which is told."""
+    store = SessionStore.in_memory()
+    import_file(store, RESULTS, "verifiers")
+    name = next(iter(store.sessions()))
+    session, row = store.get(name), lines_of(RESULTS)[0]
+    asked = session.append(session.head("main").node, [7, 8], role="user")
+    with session.draft(asked, key="reply") as draft:
+        draft.extend([9])
+        session.set_head("main", draft.commit("stop"), expected=session.head("main"))
+    report = export_file(store, tmp_path / "out.jsonl", "verifiers", [name], decode=lambda ids: "x" * len(ids))
+    (out,) = lines_of(tmp_path / "out.jsonl")
+    assert same(out["trajectory"][:-1], row["trajectory"])
+    before = row["trajectory"][-1]["tokens"]
+    assert out["trajectory"][-1]["tokens"]["prompt_ids"] == [*before["prompt_ids"], *before["completion_ids"], 7, 8]
+    assert out["trajectory"][-1]["tokens"]["completion_ids"] == [9]
+    assert [each["content"] for each in out["completion"][-2:]] == ["xx", "x"]
+    assert out["reward"] is None and [loss.what for loss in report.lost] == ["the reward of a rollout that went on since"]
+
+
 numbers = st.floats(-9, 0) | st.integers(-9, 0)
 
 

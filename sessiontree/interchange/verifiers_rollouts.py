@@ -343,6 +343,8 @@ def line(conversation: Conversation, losses: Losses) -> dict[str, Any]:
     tip = conversation.heads.get(MAIN, next(reversed(tree.turns), None))
     main = () if tip is None else tree.path(tip)
     row: dict[str, Any] = put_over(_row(conversation, main, losses), fields.get("difference", ()))
+    if main and REWARD not in main[-1].annotations and any(REWARD in turn.annotations for turn in main):
+        losses.add("the reward of a rollout that went on since", conversation.id)
     written = {turn.id for turn in main}
     if fields["trajectory"]:
         replies = [turn for turn in tree.turns.values() if "number" in turn.fields or (turn.generated and turn.message is not None)]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sessiontree import InterchangeError, SessionStore
-from sessiontree.interchange import Conversation, export_file, format_named, import_file, message_of
+from sessiontree.interchange import Conversation, Turn, export_file, format_named, import_file, message_of
 from sessiontree.interchange.atif import FORMAT
 from tests.transcripts import GOLDEN, conversations, mappings, texts, words, write_to
 
@@ -146,6 +146,76 @@ def test_what_other_formats_said_is_a_valid_trajectory(tmp_path_factory: pytest.
     path = tmp_path_factory.mktemp("atif") / "a.json"
     write_to(path, "atif", made)
     check(json.loads(path.read_text()))
+
+
+def replied(message: str, prompt: list[int], ids: list[int], **more: Any) -> dict[str, Any]:
+    """A step of an agent, with its ids."""
+    return {"source": "agent", "message": message, "metrics": {"prompt_token_ids": prompt, "completion_token_ids": ids}} | more
+
+
+def test_what_is_copied_or_no_models_is_not_sampled(tmp_path: Path) -> None:
+    """Ids that no turn before a reply can have stand before its own, and no loss is said of them; copies are never sampled."""
+    steps: list[dict[str, Any]] = [
+        {"source": "user", "message": "q"},
+        replied("a", [1, 2], [3, 4], is_copied_context=True),
+        replied("b", [1, 2, 3, 4, 5], [6, 7], is_copied_context=True),
+        {"source": "agent", "message": "dispatched", "llm_call_count": 0},
+        replied("c", [*range(1, 9)], [9]),
+        replied("d", [*range(1, 11)], [11, 12]),
+    ]
+    trajectory: dict[str, Any] = {"agent": {"name": "a", "version": "1"}, "session_id": "s", "trajectory_id": "t"}
+    trajectory |= {"steps": [step | {"step_id": at} for at, step in enumerate(steps, 1)]}
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(trajectory))
+    store = SessionStore.in_memory()
+    assert same(through(path, tmp_path / "out.json", store), trajectory)
+    session = store.get("s/t")
+    nodes = list(session.descendants(session.root))
+    assert [node.token_ids.tolist() for node in nodes] == [[1, 2], [3, 4], [5, 6, 7], [8], [9], [10, 11, 12]]
+    assert [node.origin for node in nodes] == ["input"] * 4 + ["generated"] * 2
+    masks = [session.token_values(node, "loss_mask", node.start, node.stop) for node in nodes]
+    assert [mask.known.any() for mask in masks] == [False] * 5 + [True]
+    assert masks[5].values.tolist() == [False, True, True]
+
+
+def test_branches_and_subagents_of_others_are_trajectories_inside(tmp_path: Path) -> None:
+    """Turns that branches share are copies in all but one; who called a subagent refers to it, and what has no place is told."""
+    call: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "task", "arguments": "{}"}}
+    turns = [
+        Turn(id="q", parent=None, message={"role": "user", "content": "q"}),
+        Turn(id="call", parent="q", message={"role": "assistant", "content": "", "tool_calls": [call]}),
+        Turn(id="sub", parent=None, message={"role": "user", "content": "do"}, derived_from=("call",)),
+        Turn(id="done", parent="sub", message={"role": "assistant", "content": "done"}),
+        Turn(id="deep", parent=None, message={"role": "user", "content": "deeper"}, derived_from=("done",)),
+        Turn(id="result", parent="call", message={"role": "tool", "tool_call_id": "c", "content": "done"}),
+        Turn(id="end", parent="result", message={"role": "assistant", "content": "end"}, annotations={"reward": 1.0}),
+        Turn(id="other", parent="q", message={"role": "assistant", "content": "another"}),
+        Turn(id="lost", parent="other", message={"role": "tool", "tool_call_id": "z", "content": "whose?"}),
+    ]
+    losses = write_to(tmp_path / "a.json", "atif", Conversation(id="c", turns=turns, heads={"main": "end"}))
+    value = json.loads((tmp_path / "a.json").read_text())
+    check(value)
+    assert [step["message"] for step in value["steps"]] == ["q", "", "end"]
+    other, subagent = value["subagent_trajectories"]
+    refs = [result.get("subagent_trajectory_ref") for result in value["steps"][1]["observation"]["results"]]
+    assert refs == [None, [{"trajectory_id": subagent["trajectory_id"]}]]
+    assert [step["message"] for step in subagent["steps"]] == ["do", "done"]
+    (deeper,) = subagent["subagent_trajectories"]
+    assert subagent["steps"][1]["observation"]["results"] == [
+        {"subagent_trajectory_ref": [{"trajectory_id": deeper["trajectory_id"]}]}
+    ]
+    assert [(step["message"], step.get("is_copied_context")) for step in other["steps"]] == [
+        ("q", True),
+        ("another", None),
+        ("whose?", None),
+    ]
+    for inner in (subagent, deeper, other):
+        check(inner)
+    assert {loss.what: loss.count for loss in losses.lost} == {
+        "the annotation reward": 1,
+        "a tree is written branch by branch: turns that branches share stand in each": 1,
+        "a tool result without its call: it is the user's": 1,
+    }
 
 
 @pytest.mark.skipif(INTERPRETER is None, reason="SESSIONTREE_HARBOR names no interpreter that has harbor")

@@ -86,6 +86,26 @@ def test_a_trace_is_the_tree_that_it_is() -> None:
     assert session.annotation(by_key[f"0/{compacted}"], "reward") == pytest.approx(1.0)
 
 
+def test_a_rollout_that_went_on_has_a_step_more_and_no_reward_yet(tmp_path: Path) -> None:
+    """Its new reply is a step with the whole path as its prompt; the reward was that of less, which is told."""
+    store = SessionStore.in_memory()
+    import_file(store, RESULTS, "verifiers")
+    name = next(iter(store.sessions()))
+    session, row = store.get(name), lines_of(RESULTS)[0]
+    asked = session.append(session.head("main").node, [7, 8], role="user")
+    with session.draft(asked, key="reply") as draft:
+        draft.extend([9])
+        session.set_head("main", draft.commit("stop"), expected=session.head("main"))
+    report = export_file(store, tmp_path / "out.jsonl", "verifiers", [name], decode=lambda ids: "x" * len(ids))
+    (out,) = lines_of(tmp_path / "out.jsonl")
+    assert same(out["trajectory"][:-1], row["trajectory"])
+    before = row["trajectory"][-1]["tokens"]
+    assert out["trajectory"][-1]["tokens"]["prompt_ids"] == [*before["prompt_ids"], *before["completion_ids"], 7, 8]
+    assert out["trajectory"][-1]["tokens"]["completion_ids"] == [9]
+    assert [each["content"] for each in out["completion"][-2:]] == ["xx", "x"]
+    assert out["reward"] is None and [loss.what for loss in report.lost] == ["the reward of a rollout that went on since"]
+
+
 numbers = st.floats(-9, 0) | st.integers(-9, 0)
 
 
@@ -167,6 +187,167 @@ def test_any_rows_of_results_come_back(tmp_path_factory: pytest.TempPathFactory,
     folder = tmp_path_factory.mktemp("verifiers")
     path = put_lines(folder / "a.jsonl", drawn)
     assert same(through(path, folder / "out.jsonl"), drawn)
+
+
+def a_step(prompt: list[Any], reply: str, prompt_ids: list[int], ids: list[int], **more: Any) -> dict[str, Any]:
+    """A step as 0.3 saves it."""
+    tokens = {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": [0] * len(prompt_ids),
+        "completion_ids": ids,
+        "completion_mask": [1] * len(ids),
+        "completion_logprobs": [-0.5] * len(ids),
+    }
+    answer = [{"role": "assistant", "content": reply}] if reply else []
+    return {"prompt": prompt, "completion": answer, "tokens": tokens, "reward": None, "is_truncated": False} | more
+
+
+def replies_of(store: SessionStore) -> list[tuple[list[int], list[int]]]:
+    """(ids of the path before it, its ids) of each reply that has any, of the one session, in order."""
+    session = store.get(next(iter(store.sessions())))
+    found = [node for node in session.descendants(session.root, "commit") if node.origin == "generated" and len(node)]
+    return [(node.input_ids(0, node.start).tolist(), node.token_ids.tolist()) for node in found]
+
+
+def ids_of_steps(steps: list[Any]) -> list[tuple[list[int], list[int]]]:
+    """The same of steps as they were written."""
+    said = [step["tokens"] for step in steps]
+    return [(each["prompt_ids"], each["completion_ids"]) for each in said if each["completion_ids"]]
+
+
+ASKED: list[Any] = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+PICTURE: list[Any] = [
+    {"type": "text", "text": "t"},
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk=", "detail": "low"}},
+]
+SEEN: list[Any] = [{"role": "user", "content": PICTURE}]
+ON: list[Any] = [*ASKED, {"role": "assistant", "content": "a"}, {"role": "tool", "tool_call_id": "c", "content": "r"}]
+
+
+@pytest.mark.parametrize(
+    ("steps", "nodes"),
+    [
+        pytest.param([a_step(ASKED, "a", [1, 2], [3]), a_step(ON, "b", [1, 2, 3, 4], [5])], 5, id="goes on"),
+        pytest.param([a_step(ASKED, "a", [1, 2], [3, 4]), a_step(ON, "b", [1, 2, 34, 5], [6])], 6, id="the reply tokenized anew"),
+        pytest.param([a_step(ASKED, "a", [1, 2], [3]), a_step(ON, "b", [9, 2, 3, 4], [5])], 7, id="the prompt tokenized anew"),
+        pytest.param([a_step(ASKED, "a", [1, 2], [3]), a_step(ASKED, "a", [1, 2], [3])], 4, id="sampled twice"),
+        pytest.param([a_step(ASKED, "a", [1, 2], [3]), a_step(ASKED, "b", [1, 2, 8], [6])], 5, id="more ids, no more words"),
+        pytest.param([a_step(ASKED, "a", [1, 2], [3]), a_step(ASKED, "b", [1], [6])], 5, id="less ids, no less words"),
+        pytest.param([a_step(ASKED, "", [1, 2], [])], 3, id="too long to be answered"),
+        pytest.param([a_step([], "a", [1, 2], [3])], 3, id="a prompt of no words"),
+        pytest.param([a_step(SEEN, "a", [1, 2], [3])], 2, id="a picture"),
+    ],
+)
+def test_steps_share_turns_and_keep_their_ids(steps: list[Any], nodes: int, tmp_path: Path) -> None:
+    """Where a prompt does not go on from a path, bit for bit, it parts from it at a turn, and its own ids stand there."""
+    last = [*steps[-1]["prompt"], *steps[-1]["completion"]]
+    row = {"prompt": last[:1], "completion": last[1:], "reward": 0.5, "trajectory": steps}
+    store = SessionStore.in_memory()
+    assert same(through(put_lines(tmp_path / "a.jsonl", [row]), tmp_path / "out.jsonl", store=store), [row])
+    assert replies_of(store) == ids_of_steps(steps)
+    assert len(store.get("a-1").tree) - 1 == nodes
+
+
+alike = st.sampled_from(["", "a"])
+
+
+@st.composite
+def rows_alike(draw: st.DrawFn) -> dict[str, Any]:
+    """A row whose steps say nearly the same, in words and in ids: much of it is shared, and not all."""
+    steps: list[Any] = []
+    few = st.lists(st.integers(0, 1), max_size=4)
+    for _ in range(draw(st.integers(1, 5))):
+        said = st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "assistant"]), alike)
+        prompt, reply = draw(st.lists(said, max_size=3)), draw(alike)
+        steps.append(
+            a_step(prompt, reply, draw(few), draw(few))
+            if draw(st.booleans()) or not steps
+            else a_step(
+                [*steps[-1]["prompt"], *steps[-1]["completion"], *prompt],
+                reply,
+                [*steps[-1]["tokens"]["prompt_ids"], *steps[-1]["tokens"]["completion_ids"], *draw(few)],
+                draw(few),
+            )
+        )
+    return {"prompt": [], "completion": [], "reward": 0.0, "trajectory": steps}
+
+
+@given(rows_alike())
+def test_steps_that_are_alike_keep_their_ids(tmp_path_factory: pytest.TempPathFactory, row: dict[str, Any]) -> None:
+    folder = tmp_path_factory.mktemp("verifiers")
+    store = SessionStore.in_memory()
+    assert same(through(put_lines(folder / "a.jsonl", [row]), folder / "out.jsonl", store=store), [row])
+    assert replies_of(store) == ids_of_steps(row["trajectory"])
+
+
+def test_what_is_said_of_a_step_stands_on_its_reply(tmp_path: Path) -> None:
+    step = a_step(ASKED, "a", [1, 2], [3, 4, 5], reward=0.25, advantage=-1.5, is_truncated=True)
+    step["tokens"]["completion_mask"] = [1, 0, 1]
+    plain = a_step(ASKED, "a", [1, 2], [3])
+    row = {"prompt": ASKED, "completion": [{"role": "assistant", "content": "z"}], "reward": 1.0, "trajectory": [step, plain]}
+    store = SessionStore.in_memory()
+    assert same(through(put_lines(tmp_path / "a.jsonl", [row]), tmp_path / "out.jsonl", store=store), [row])
+    session = store.get("a-1")
+    first, second = (node for node in session.descendants(session.root, "commit") if node.origin == "generated")
+    assert session.token_values(first, "loss_mask", first.start, first.stop).values.tolist() == [True, False, True]
+    assert (session.annotation(first, "reward"), session.annotation(first, "advantage"), first.finish_reason) == (
+        0.25,
+        -1.5,
+        "length",
+    )
+    assert session.annotations(second).keys() == {"logprobs"} and second.finish_reason == "stop"
+    assert session.annotation(session.head("main").node, "reward") == 1.0, "the row is another branch, by its words"
+    session.append(first, [6], role="user")
+    assert [loss.what for loss in export_file(store, tmp_path / "more.jsonl", "verifiers").lost] == [
+        "the words of turns that have tokens alone: no tokenizer was given",
+        "turns beside the rollout and its steps",
+    ]
+
+
+def a_node(parent: int | None, *links: tuple[int, str], sampled: bool = True) -> dict[str, Any]:
+    """A node of a trace, which comes from others by some links."""
+    role = "assistant" if sampled else "user"
+    said = [{"node": node, "type": kind} for node, kind in links]
+    start = {} if parent is None else {"parent": parent}
+    return start | {"message": {"role": role, "content": "x"}, "sampled": sampled, "token_ids": [1], "semantic_parents": said}
+
+
+def test_what_is_not_trained_on_and_what_is_rewarded(tmp_path: Path) -> None:
+    """Of two attempts at a compaction one was taken. Leaves alone are rewarded, and turns come from earlier ones alone."""
+    attempt = "compaction_attempt"
+    nodes = [
+        a_node(None, sampled=False),
+        a_node(0),
+        a_node(1, (1, attempt)),
+        a_node(1, (1, attempt), (4, "subagent_cancel")),
+        a_node(None, (3, "compaction")),
+    ]
+    trace = {"id": "t", "nodes": nodes, "rewards": {"a": {"score": 3.0, "weight": 0.5}, "b": None}}
+    path = put_lines(tmp_path / "a.jsonl", [trace])
+    store = SessionStore.in_memory()
+    assert same(through(path, tmp_path / "out.jsonl", store=store), [trace])
+    session = store.get("t")
+    by_key = {node.key: node for node in session.descendants(session.root)}
+    said = {key: (session.annotation(node, "train"), session.annotation(node, "reward")) for key, node in by_key.items()}
+    assert said == {"0": (None, None), "1": (None, None), "2": (False, 1.5), "3": (None, 1.5), "4": (None, 1.5)}
+    assert by_key["3"].metadata["derived_from"] == ("1",) and by_key["4"].metadata["derived_from"] == ("3",)
+    for node in session.leaves():
+        session.annotate(node, {"reward": -1.0, "mood": 1})
+    report = export_file(store, tmp_path / "anew.jsonl", "verifiers")
+    assert lines_of(tmp_path / "anew.jsonl")[0]["rewards"] == {"reward": {"score": -1.0, "weight": 1.0}}
+    assert {loss.what: loss.count for loss in report.lost} == {
+        "rewards by name, of a trace whose reward was said anew": 1,
+        "the annotation mood": 3,
+    }
+
+
+def test_a_picture_without_tokens_brings_none(tmp_path: Path) -> None:
+    path = put_lines(tmp_path / "a.jsonl", [{"messages": SEEN}])
+    store = SessionStore.in_memory()
+    import_file(store, path, "openai")
+    export_file(store, tmp_path / "out.jsonl", "verifiers")
+    (node,) = lines_of(tmp_path / "out.jsonl")[0]["traces"][0]["nodes"]
+    assert node["token_ids"] == [] and node["message"]["content"][1]["image_url"]["url"] == "data:image/png;base64,aGk="
 
 
 def read_by_verifiers(path: Path) -> list[Any]:

@@ -53,6 +53,7 @@ def conversation(row: dict[str, Any], name: str, place: str, losses: Losses) -> 
         "asked": len(asked),
         "texts": [key for key in ("prompt", "completion") if isinstance(row.get(key), str)],
         "trajectory": steps is not None,
+        "silent": tip is None,
     }
     made = Conversation(id=name, turns=grown.turns, tools=tools, fields=fields)
     reward = number(row.get("reward"))
@@ -341,8 +342,10 @@ def line(conversation: Conversation, losses: Losses) -> dict[str, Any]:
     tree = Tree(conversation)
     fields = conversation.fields
     tip = conversation.heads.get(MAIN, next(reversed(tree.turns), None))
-    main = () if tip is None else tree.path(tip)
+    main = () if tip is None or fields.get("silent") else tree.path(tip)
     row: dict[str, Any] = put_over(_row(conversation, main, losses), fields.get("difference", ()))
+    if main and REWARD not in main[-1].annotations and any(REWARD in turn.annotations for turn in main):
+        losses.add("the reward of a rollout that went on since", conversation.id)
     written = {turn.id for turn in main}
     if fields["trajectory"]:
         replies = [turn for turn in tree.turns.values() if "number" in turn.fields or (turn.generated and turn.message is not None)]

@@ -800,6 +800,58 @@ def test_every_format_is_written_as_every_other(name: str, target: str, tmp_path
         assert all(text in came for text in said if target != "sharegpt" or text.strip() in came)
 
 
+#: Formats whose files say what each turn is called, so that turns of others keep their names too.
+NAMES_TURNS = ("chatgpt", "claude-code", "pi")
+
+
+def forked(store: SessionStore, where: float) -> None:
+    """A fork of each session, somewhere on its longest path, that goes on otherwise; and so does what it was forked from."""
+    for name in store.sessions():
+        session = store.get(name)
+        path = max(session.leaves(), key=lambda leaf: leaf.depth).path()
+        if len(path) < 3:
+            continue
+        at = path[int(where * len(path))]
+        fork = store.fork(session, at, f"fork of {name}")
+        messages = [{"role": "user", "content": "And by train?"}, {"role": "assistant", "content": "It is slower."}]
+        fork.set_head("main", append_messages(store, fork, fork.node(at.id), messages))
+        append_messages(store, session, at, [{"role": "user", "content": "And by sea?"}])
+
+
+@pytest.mark.parametrize("where", [0.3, 0.6, 0.99])
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_forks_are_conversations_of_their_own(name: str, where: float, tmp_path: Path) -> None:
+    """No two of a file have one name; read again, beside what they were forked from, none changes the other."""
+    form, store, other = format_named(name), SessionStore.in_memory(), SessionStore.in_memory()
+    import_file(store, GOLDEN / SOURCES[name], form)
+    forked(store, where)
+    out = tmp_path / f"out{'.zip' if name == 'chatgpt' else Path(SOURCES[name]).suffix}"
+    export_file(store, out, form)
+    if name == "sharegpt":
+        shutil.copytree(GOLDEN / "sharegpt" / "pictures", tmp_path / "pictures")
+    assert not import_file(other, out, form).faults
+    forks = [each for each in store.sessions() if each.startswith("fork of")]
+    assert forks
+    for each in forks:
+        tip = store.get(each).heads["main"]
+        if name in NAMES_TURNS:
+            for one in (each, each.removeprefix("fork of ")):
+                assert {node.id for node in walk(store.get(one))} <= {node.id for node in walk(other.get(one))}
+            assert other.get(each).heads["main"].id == tip.id
+        if name not in ("openai", "sglang"):  # where what is new has another name
+            came = other.get(each).heads["main"].path()
+            assert [text for node in came if (text := text_of_message(node).strip())] == [
+                text for node in tip.path() if (text := text_of_message(node).strip())
+            ]
+    everything = "\n".join(text_of_message(node) for each in other.sessions() for node in walk(other.get(each)))
+    assert everything.count("And by train?") >= len(forks) and everything.count("And by sea?") >= len(forks)
+    before = {each: store.get(each).heads["main"].id for each in forks}
+    report = import_file(store, out, form)
+    assert not report.faults and {each: store.get(each).heads["main"].id for each in forks} == before
+    if name in NAMES_TURNS:
+        assert report.added == 0 and report.heads_kept == 0
+
+
 def walk(session: Any) -> Any:
     return session.descendants(session.root)
 

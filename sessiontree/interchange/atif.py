@@ -45,6 +45,8 @@ _REPLY: Final = "completion_token_ids"
 
 Ids = NDArray[np.int32]
 _NO_IDS: Final[Ids] = np.empty(0, np.int32)
+#: What a trajectory is called: the run that it is of, and it alone.
+_NAMES: Final = ("session_id", "trajectory_id")
 Row = list[tuple[Turn, dict[str, Any]]]  # turns, and what each was read from
 
 
@@ -53,9 +55,9 @@ def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
     value = file.document(losses)
     if value is None or not expect(value, dict, "a trajectory", "the whole file", losses):
         return
-    run, own = (_text(value.get(key)) for key in ("session_id", "trajectory_id"))
+    run, own = (_text(value.get(key)) for key in _NAMES)
     name = own or (file.path.name.removesuffix(".json") if run else file.stem)
-    conversation = Conversation(id=f"{run}/{name}" if run else name, turns=())
+    conversation = Conversation(id=f"{run}/{name}" if run and run != name else name, turns=())
     try:
         _fill(conversation, value, losses)
     except RecursionError:
@@ -307,6 +309,8 @@ class _Written:
         for prefix, each in self._made.items():
             if prefix:
                 self._put_inside(each, self._made.get(prefix[: prefix[:-1].rfind(":") + 1], self.root))
+        if conversation.read_as is not None:
+            self.root |= dict.fromkeys(_NAMES if "trajectory_id" in self.root else _NAMES[:1], conversation.id)
         if conversation.tools:
             self.root["agent"] = self.root["agent"] | {"tool_definitions": [dict(tool) for tool in conversation.tools]}
         self._write_branches(conversation)
@@ -401,7 +405,7 @@ def _results(step: dict[str, Any]) -> list[Any]:
 def _new(session_id: str | None, extra: Mapping[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {"schema_version": _VERSION, "agent": {"name": "unknown", "version": "unknown"}}
     said = {key: value for key, value in extra.items() if value is not None}
-    return made | ({"session_id": session_id} if session_id else {}) | ({"extra": said} if said else {})
+    return made | (dict.fromkeys(_NAMES, session_id) if session_id else {}) | ({"extra": said} if said else {})
 
 
 def _step(turn: Turn, number: int, known: list[Ids], losses: Losses) -> dict[str, Any]:

@@ -438,6 +438,8 @@ class _Writer:
             self._losses.add("heads other than main", conversation.id)
         value: dict[str, Any] = {} if conversation.title is None else {"title": conversation.title}
         value |= self._skeleton() if own is None else own
+        if conversation.read_as is not None:
+            value |= {"conversation_id": conversation.id} | ({"id": conversation.id} if "id" in value else {})
         return value | {"mapping": self._nodes} | ({} if current is None else {"current_node": current})
 
     def _skeleton(self) -> dict[str, Any]:

@@ -274,11 +274,12 @@ class _Lines:
         self._names: dict[str, str] = {}  # uuids, by ids of turns
         self._aside: set[str] = set()  # turns of subagents
         self._time = 0.0
+        self._session = _uuid(conversation.id, conversation.id)
         #: What each line says of where the session is; as the line before did.
         self._around: dict[str, Any] = {
             "userType": "external",
             "cwd": "/",
-            "sessionId": _uuid(conversation.id, conversation.id),
+            "sessionId": self._session,
             "version": _VERSION,
             "gitBranch": "",
         }
@@ -293,7 +294,7 @@ class _Lines:
             self._names[str(turn.id)] = last
             if own:
                 yield from self._remarked(turn.fields.get("before", ()))
-                line = self._own(turn)
+                line = self._renamed(self._own(turn))
                 self._around |= {key: line[key] for key in self._around if key in line}
             else:
                 yield from self._remarked(after)  # what stood at the end stays before what is new
@@ -319,7 +320,12 @@ class _Lines:
     def _remarked(self, lines: Iterable[Any]) -> Iterator[Any]:
         for line in lines:
             self._remarks.tell(line, self._names)
-            yield line
+            yield self._renamed(line)
+
+    def _renamed(self, line: dict[str, Any]) -> dict[str, Any]:
+        """A line that was read, of the session that it stands in now."""
+        forked = self._conversation.read_as is not None and "sessionId" in line
+        return line | {"sessionId": self._session} if forked else line
 
     def _own(self, turn: Turn) -> dict[str, Any]:
         """The line that a turn was read from."""

@@ -77,13 +77,16 @@ class Conversation:
     ``tools``: definitions in OpenAI's form, which chat templates show to the model. ``heads``: names for turns, by their ids,
     "main" for the one to go on from; without it, that is the last turn. ``fields``: what else the format has to say of the whole.
 
-    ``mark``: a digest of the text it was read from; None where that is the whole file. An import passes over what it knows.
+    ``read_as``: the id under which its turns were read, where ``id`` is another: that of a fork of the session that they became.
+    What ``fields`` of it and of its turns say of an id is then of that one, and a writer puts ``id`` in its place: no two
+    conversations of a file have the same. ``mark``: a digest of the text it was read from; None where that is the whole file. An import passes over what it knows.
 
-    All but ``id``, ``mark``, ``tools`` and ``turns`` is looked at when ``turns`` are used up: a reader may still set it until then.
+    All but ``id``, ``read_as``, ``mark``, ``tools`` and ``turns`` is looked at when ``turns`` are used up: a reader may still set it until then.
     """
 
     id: str
     turns: Iterable[Turn]
+    read_as: str | None = None
     mark: str | None = None
     title: str | None = None
     created_at: float | None = None

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+from uuid import UUID
 
 import attrs
 import numpy as np
@@ -219,7 +220,8 @@ class Importer:
         """Whether a session was imported whole from the same. It is not opened for that, which would be written down."""
         tree = self.store.tree(session_id)
         fits = tree.root.scheme == self.scheme and tree.root.namespace == self.namespace
-        return fits and words.facts_from(tree.annotation(tree.root, words.ANNOTATION)).get("mark") == mark
+        facts = words.facts_from(tree.annotation(tree.root, words.ANNOTATION))
+        return fits and words.is_own(facts, session_id) and facts.get("mark") == mark
 
     def _session(self, session_id: str) -> tuple[Session, bool]:
         try:
@@ -363,7 +365,7 @@ class _Conversation:
         for part in (rest.encode(), *(image.data for image in turn.images)):
             if part:
                 digest.update(blake2b(part, digest_size=16).digest())
-        return _Said(turn, f"={digest.hexdigest()}", message)
+        return _Said(turn, str(UUID(bytes=digest.digest())), message)
 
     # Tokens
 
@@ -483,10 +485,11 @@ class _Conversation:
         for name in heads.keys() - tips.keys():
             self.losses.fault("no such turn", f"head {name!r}", repr(heads[name]))
         tips.setdefault(MAIN, self.last.id)
-        before = words.facts_from(session.annotation(session.root, words.ANNOTATION)).get("heads", {})
+        said = words.facts_from(session.annotation(session.root, words.ANNOTATION))
+        before = said.get("heads", {}) if words.is_own(said, session.id) else {}
         for name in {**tips, **before}:
             self._move(name, tips.get(name), before.get(name))
-        facts = words.facts_of(conversation, self.loader.form.name, mark, tips)
+        facts = words.facts_of(conversation, session.id, self.loader.form.name, mark, tips)
         session.annotate(session.root, {words.ANNOTATION: facts})
 
     def _move(self, name: str, tip: bytes | None, before: str | None) -> None:

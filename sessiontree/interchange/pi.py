@@ -343,7 +343,7 @@ class _Lines:
             time = iso(conversation.created_at or 0.0)
             return {"type": "session", "version": _VERSION, "id": conversation.id, "timestamp": time, "cwd": ""}
         header = {**self._header, "type": "session"}
-        if not conversation.id.endswith(header["id"]):  # else it is that, or that behind a prefix
+        if conversation.read_as is not None:
             header["id"] = conversation.id
         return header | ({"version": _VERSION} if self._migrated else {})
 

@@ -69,7 +69,7 @@ def export_file(
     if target.exists() and not (overwrite and target.is_file()):
         raise Unsupported(f"{target} is there already")
     names = [at[0]] if at is not None else list(store.sessions() if sessions is None else sessions)
-    saver = _Saver(store, form, None if at is None else at[1], decode)
+    saver = _Saver(store, form, names, None if at is None else at[1], decode)
     if not form.single or len(names) == 1:
         _written(form, map(saver.conversation, names), target, saver.losses)
         files = [target]
@@ -112,9 +112,12 @@ def _written(form: Format, conversations: Iterable[Conversation], target: Path, 
 class _Saver:
     """One export: what is the same for all its sessions, and what is counted over them."""
 
-    def __init__(self, store: SessionStore, form: Format, at: Node | bytes | None, decode: Decode | None) -> None:
+    def __init__(
+        self, store: SessionStore, form: Format, names: Iterable[str], at: Node | bytes | None, decode: Decode | None
+    ) -> None:
         self.store = store
         self.form = form
+        self.taken = set(names)  # what conversations are called, or may be
         self.at = at
         self.decode = decode
         self.losses = Losses("export")
@@ -131,12 +134,15 @@ class _Saver:
         own = facts.get("format") == self.form.name
         if facts.get("fields") and not own:
             self.losses.add(f"what only {facts.get('format')} says of a whole conversation", session.id)
+        read_as = facts.get("id", session.id)
+        name = self._called(session.id, read_as, words.is_own(facts, session.id))
         nodes = _Nodes(session, at)
         heads = {name: nodes.name(node) for name, node in session.heads.items() if node in nodes and node != root}
         if at is not None and at != root:
             heads.setdefault(MAIN, nodes.name(at))
         return Conversation(
-            id=session.id,
+            id=name,
+            read_as=None if name == read_as else read_as,
             turns=self._turns(session, nodes),
             title=facts.get("title"),
             created_at=facts.get("created_at"),
@@ -144,6 +150,13 @@ class _Saver:
             heads=heads,
             fields=facts.get("fields", {}) if own else {},
         )
+
+    def _called(self, session_id: str, read_as: str, own: bool) -> str:
+        """What a conversation is called: as when it was read, if this is that one and no other of the file is called so."""
+        if own and (read_as == session_id or read_as not in self.taken):
+            self.taken.add(read_as)
+            return read_as
+        return session_id
 
     def _turns(self, session: Session, nodes: _Nodes) -> Iterator[Turn]:
         for node in nodes:

@@ -372,7 +372,8 @@ class _Written:
     def __init__(self, conversation: Conversation, losses: Losses) -> None:
         self._conversation = conversation
         self._losses = losses
-        self._row: dict[str, Any] = dict(conversation.fields.get("row", {"id": conversation.id}))
+        name = {"id": conversation.id}
+        self._row: dict[str, Any] = conversation.fields.get("row", name) | (name if conversation.read_as is not None else {})
         said = self._row.get(_pictures_key(self._row))
         self._one = not isinstance(said, list)
         self._names: list[Any] = [said] if self._one else list(said or ())

@@ -241,9 +241,10 @@ def _line(conversation: Conversation, losses: Losses) -> dict[str, Any]:
     fields = conversation.fields
     own = "traces" in fields
     made = _Traces(conversation, fields["traces"] if own else [_new_trace(conversation)], losses).made
+    name = {} if conversation.read_as is None else {"id": conversation.id}
     if own and "episode" not in fields:
-        return made[0]
-    return (fields["episode"] if own else _new_episode(conversation)) | {"traces": made}
+        return made[0] | name
+    return (fields["episode"] if own else _new_episode(conversation)) | name | {"traces": made}
 
 
 _TASK: Final = {"type": "Task", "data": {}}

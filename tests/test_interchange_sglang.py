@@ -196,6 +196,7 @@ def test_sglang_reads_what_is_written(tmp_path: Path) -> None:
         for each, *_ in requests:
             each.normalize_batch_and_arguments()  # what a server does first: it takes each of them
     assert [each.what for each in losses.lost] == [
+        "token ids of a prompt, where not all its turns have some",
         "who said what in a prompt: it is one text, without a chat template",
         "a tree is written as requests: turns before several replies stand in each",
     ]

@@ -100,6 +100,8 @@ def _fill(conversation: Conversation, value: dict[str, Any], losses: Losses) -> 
         kept[prefix] = trajectory
     conversation.turns = turns
     conversation.fields["trajectories"] = kept
+    extra = value.get("extra")
+    conversation.title = _text(extra.get("title")) or None if isinstance(extra, dict) else None
 
 
 def _tools(trajectory: dict[str, Any]) -> tuple[dict[str, Any], ...]:
@@ -361,8 +363,10 @@ class _Written:
     def _write(self, branch: Branch, trajectory: dict[str, Any]) -> None:
         steps = trajectory["steps"]
         known: list[Ids] = []
+        untold: list[str] = []  # turns with ids since the last prompt that says them
         for turn in branch:
             assert turn.id is not None
+            said: dict[str, Any] = {}
             if turn.message is None:
                 self._losses.add("turns that are no messages", turn.id)
             elif self._answers(turn, steps):
@@ -380,8 +384,16 @@ class _Written:
                 steps.append(said)
                 self._holders.setdefault(turn.id, (trajectory, said))
             known.append(ids_of(turn))
+            metrics = said.get("metrics") or {}
+            if metrics.get(_PROMPT) is not None:
+                untold.clear()
+            if len(known[-1]) and metrics.get(_REPLY) is None:
+                untold.append(turn.id)
             for annotation in turn.annotations.keys() - {LOGPROBS, LOSS_MASK}:
                 self._losses.add(f"the annotation {annotation}", turn.id)
+
+        if untold:
+            self._losses.add("token ids of turns that no prompt after them says", untold[0], len(untold))
 
     def _answers(self, turn: Turn, steps: list[dict[str, Any]]) -> bool:
         """Whether a turn is a result of the step before it."""
@@ -521,4 +533,13 @@ def _stamp(seconds: float | None) -> str | None:
         return None
 
 
-FORMAT: Final = Format("atif", "trajectories of agents as Harbor keeps them (ATIF, JSON)", ".json", read, write, single=True)
+FORMAT: Final = Format(
+    "atif",
+    "trajectories of agents as Harbor keeps them (ATIF, JSON)",
+    ".json",
+    read,
+    write,
+    single=True,
+    lacks=frozenset({"created_at", "heads", "main", "finish_reason", "derived_from"}),
+    keys=frozenset({"role", "content", "reasoning_content", "tool_calls", "tool_call_id"}),
+)

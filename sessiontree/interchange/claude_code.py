@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 from uuid import NAMESPACE_OID, UUID, uuid5
 
-from sessiontree.interchange.blocks import Block, Form, add_losses, put_together, take_apart, usual_layout
+from sessiontree.interchange.blocks import Block, Form, put_together, take_apart, usual_layout
 from sessiontree.interchange.conversations import MAIN, Conversation, Image, Message, Turn, text_of
 from sessiontree.interchange.formats import Format
 from sessiontree.interchange.images import to_base64
@@ -312,8 +312,6 @@ class _Lines:
         main = self._names.get(conversation.heads.get(MAIN, ""))
         if main is not None and main != (remarks.main or last):
             yield {"type": "last-prompt", "leafUuid": main, **session}
-        if heads := conversation.heads.keys() - {MAIN}:
-            self._losses.add("heads other than main", conversation.id, len(heads))
         if conversation.tools:
             self._losses.add("tools: Claude Code has its own", conversation.id)
 
@@ -356,7 +354,6 @@ class _Lines:
     def _line(self, turn: Turn) -> dict[str, Any]:
         """The line of a turn that was none of Claude Code's."""
         losses, place, message = self._losses, str(turn.id), turn.message
-        add_losses(turn, losses)
         name = self._names[place]
         if name != place:
             losses.add("ids that are no UUIDs are others", place)
@@ -402,4 +399,13 @@ def _uuid(session: str, text: str) -> str:
     return str(uuid5(NAMESPACE_OID, json.dumps([session, text])))
 
 
-FORMAT: Final = Format("claude-code", "transcripts of Claude Code (JSONL)", ".jsonl", read, write, single=True)
+FORMAT: Final = Format(
+    "claude-code",
+    "transcripts of Claude Code (JSONL)",
+    ".jsonl",
+    read,
+    write,
+    single=True,
+    lacks=frozenset({"created_at", "heads", "token_ids", "derived_from", "annotations"}),
+    keys=frozenset({"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}),
+)

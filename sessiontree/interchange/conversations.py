@@ -79,9 +79,12 @@ class Conversation:
 
     ``read_as``: the id under which its turns were read, where ``id`` is another: that of a fork of the session that they became.
     What ``fields`` of it and of its turns say of an id is then of that one, and a writer puts ``id`` in its place: no two
-    conversations of a file have the same. ``mark``: a digest of the text it was read from; None where that is the whole file. An import passes over what it knows.
+    conversations of a file have the same.
 
-    All but ``id``, ``read_as``, ``mark``, ``tools`` and ``turns`` is looked at when ``turns`` are used up: a reader may still set it until then.
+    ``mark``: a digest of the text it was read from; None where that is the whole file. An import passes over what it knows.
+
+    All but ``id``, ``read_as``, ``mark``, ``tools`` and ``turns`` is looked at when ``turns`` are used up: a reader may set it
+    until then.
     """
 
     id: str

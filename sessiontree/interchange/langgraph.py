@@ -25,7 +25,7 @@ import attrs
 
 from sessiontree.errors import LimitExceeded, NeedsExtra
 from sessiontree.interchange.conversations import MAIN, Branch, Conversation, Tree, Turn
-from sessiontree.interchange.formats import Format
+from sessiontree.interchange.formats import LACKING, Format
 from sessiontree.interchange.langchain import as_message, read_message, write_message
 from sessiontree.interchange.losses import Losses
 from sessiontree.interchange.plain import Foreign, from_plain, to_plain
@@ -375,9 +375,7 @@ class _Written:
             self.checkpoints[each] = _id_after(last, number)
         kept = at.get(main)
         if kept is not None and self.checkpoints[kept] != max(self.checkpoints.values()):
-            self._losses.add("which turn is gone on from: of a thread it is the last checkpoint", conversation.id)
-        if len(conversation.heads) > 1:
-            self._losses.add("heads other than main", conversation.id, len(conversation.heads) - 1)
+            self._losses.add(LACKING["main"], conversation.id)
 
     def _path(self, turn_id: str | None) -> list[str]:
         """Ids of the turns that are messages, down to one."""
@@ -474,4 +472,12 @@ def _fresh(checkpoint_id: str, messages: list[Foreign], created_at: float | None
     }
 
 
-FORMAT: Final = Format("langgraph", "LangGraph's checkpoints (SQLite files of its SqliteSaver)", ".sqlite", read, write)
+FORMAT: Final = Format(
+    "langgraph",
+    "LangGraph's checkpoints (SQLite files of its SqliteSaver)",
+    ".sqlite",
+    read,
+    write,
+    lacks=frozenset({*LACKING} - {"main"}),
+    keys=frozenset({"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}),
+)

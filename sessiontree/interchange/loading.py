@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 
 from sessiontree.backends.base import Progress
-from sessiontree.errors import InterchangeError, SessionExists, SessionTreeError, UnknownFormat, UnknownHead
+from sessiontree.errors import InterchangeError, KeyTaken, SessionExists, SessionTreeError, UnknownFormat, UnknownHead
 from sessiontree.interchange import words
 from sessiontree.interchange.conversations import MAIN, Conversation, Image, Turn
 from sessiontree.interchange.formats import Format, format_named
@@ -410,6 +410,9 @@ class _Conversation:
             node = self._appended(parent, said, rendered)
         except InterchangeError:
             raise
+        except KeyTaken as error:
+            self.losses.fault("a turn that the session has with other content", turn.place or repr(key), str(error))
+            node = self.session.append(parent, [], role=UNREADABLE)
         except (SessionTreeError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
             self.losses.fault("a turn that no node can hold", turn.place or repr(key), f"{type(error).__name__}: {error}")
             node = self.session.append(parent, [], role=UNREADABLE, key=key)  # what follows it keeps its place

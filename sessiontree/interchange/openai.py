@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sessiontree.interchange.conversations import Conversation, Image, Message, Tree, Turn, calls_of, messages_of
-from sessiontree.interchange.formats import Format
+from sessiontree.interchange.formats import LACKING, Format
 from sessiontree.interchange.images import as_data_url, from_data_url
 from sessiontree.interchange.losses import Losses
 from sessiontree.interchange.source import SourceFile, expect
@@ -136,4 +136,6 @@ def _with_url(part: Any, turn: Turn) -> Any:
     return part
 
 
-FORMAT: Final = Format("openai", "OpenAI chat messages, a conversation a line (JSONL)", ".jsonl", read, write)
+FORMAT: Final = Format(
+    "openai", "OpenAI chat messages, a conversation a line (JSONL)", ".jsonl", read, write, lacks=frozenset(LACKING)
+)

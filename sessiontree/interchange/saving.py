@@ -16,7 +16,7 @@ import numpy as np
 from sessiontree.errors import UnknownFormat, Unsupported
 from sessiontree.interchange import words
 from sessiontree.interchange.conversations import MAIN, Conversation, Image, Turn
-from sessiontree.interchange.formats import Format, format_named
+from sessiontree.interchange.formats import LACKING, Format, format_named
 from sessiontree.interchange.loading import FILE, UNREADABLE, joined
 from sessiontree.interchange.losses import Loss, Losses
 from sessiontree.node import Node
@@ -140,6 +140,12 @@ class _Saver:
         heads = {name: nodes.name(node) for name, node in session.heads.items() if node in nodes and node != root}
         if at is not None and at != root:
             heads.setdefault(MAIN, nodes.name(at))
+        self._count_lacking({name for name in ("title", "created_at") if facts.get(name)}, session.id)
+        self._count_lacking(["heads"] * len(heads.keys() - {MAIN}), session.id)
+        last = nodes.name(nodes.last) if nodes.last is not None else None
+        was = facts.get("heads", {}).get(MAIN) if own and words.is_own(facts, session.id) else None
+        if heads.get(MAIN, last) != last and (MAIN not in session.heads or session.heads[MAIN].id.hex() != was):
+            self._count_lacking(["main"], session.id)
         return Conversation(
             id=name,
             read_as=None if name == read_as else read_as,
@@ -150,6 +156,11 @@ class _Saver:
             heads=heads,
             fields=facts.get("fields", {}) if own else {},
         )
+
+    def _count_lacking(self, names: Iterable[str], place: str) -> None:
+        for name in names:
+            if name in self.form.lacks:
+                self.losses.add(LACKING[name], place)
 
     def _called(self, session_id: str, read_as: str, own: bool) -> str:
         """What a conversation is called: as when it was read, if this is that one and no other of the file is called so."""
@@ -175,6 +186,19 @@ class _Saver:
         if message is None and node.role != UNREADABLE and len(node) and self.form.name not in fields:
             message = self._decoded(node, name)
         images = tuple(self._images(session, node, name))
+        annotations = {each: value for each, value in session.annotations(node).items() if each != words.ANNOTATION}
+        finish_reason = metadata.get(words.FINISH_REASON) if own else node.finish_reason
+        for each in annotations if "annotations" in self.form.lacks else ():
+            self.losses.add(f"the annotation {each}", name)
+        if len(node) > len(node.media) or node.token_ids.any():  # more than what stands for pictures where nothing made tokens
+            self._count_lacking(["token_ids"], name)
+        if self.form.name not in fields:
+            said = {"times": metadata.get(words.CREATED_AT), "finish_reason": finish_reason}
+            said["derived_from"] = metadata.get(words.DERIVED_FROM)
+            self._count_lacking([each for each, value in said.items() if value is not None], name)
+            if self.form.keys is not None:
+                for key in sorted(key for key in (message or {}).keys() - self.form.keys if (message or {})[key] is not None):
+                    self.losses.add(f"{key} of a message", name)
         return Turn(
             id=name,
             parent=parent,
@@ -185,8 +209,8 @@ class _Saver:
             token_ids=node.token_ids,
             media=node.media,
             generated=node.origin == "generated",
-            finish_reason=metadata.get(words.FINISH_REASON) if own else node.finish_reason,
-            annotations={each: value for each, value in session.annotations(node).items() if each != words.ANNOTATION},
+            finish_reason=finish_reason,
+            annotations=annotations,
             derived_from=tuple(metadata.get(words.DERIVED_FROM, ())),
             fields=fields.get(self.form.name, {}),
             place=name,
@@ -230,6 +254,11 @@ class _Nodes:
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes)
+
+    @property
+    def last(self) -> Node | None:
+        """The one that came last."""
+        return self._nodes[-1] if self._nodes else None
 
     def name(self, node: Node) -> str:
         """What its turn is called: the key it was imported or committed under where only it has that, else its own id."""

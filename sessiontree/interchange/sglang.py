@@ -24,7 +24,7 @@ import numpy as np
 
 from sessiontree.annotations import LOGPROBS, TokenValues
 from sessiontree.errors import LimitExceeded
-from sessiontree.interchange.conversations import Branch, Conversation, Image, Tree, Turn, text_of
+from sessiontree.interchange.conversations import Branch, Conversation, Image, Tree, Turn, parts_of, text_of
 from sessiontree.interchange.formats import Format
 from sessiontree.interchange.images import as_data_url, from_base64, from_data_url, to_base64
 from sessiontree.interchange.losses import Losses
@@ -464,6 +464,22 @@ def _picture(part: Mapping[str, Any], turn: Turn, form: str, within: Foreign | d
     return Foreign("new", [*within.parts[:2], {"url": value} | within.parts[2]])
 
 
+def _shown(turn: Turn, losses: Losses, rid: str) -> Iterator[str]:
+    """The pictures of a message: data URLs, and URLs that are names."""
+    texts = 0
+    for part in parts_of(turn.message or {}):
+        kind = part.get("type")
+        texts += kind == "text"
+        if kind == "image" and isinstance(part.get("image"), int):
+            yield as_data_url(turn.images[part["image"]])
+        elif kind == "image_url" and isinstance(part.get("image_url"), Mapping):
+            yield str(part["image_url"].get("url"))
+        elif kind != "text":
+            losses.add(f"parts of messages of type {kind}", rid)
+    if texts > 1:
+        losses.add("parts of text, written as one", rid)
+
+
 def _made(conversation: Conversation, count: int, prompt: Branch, reply: Turn | None, losses: Losses) -> tuple[Any, ...]:
     """A request for a reply of another's conversation, from its messages or, where all have them, its token ids."""
     rid = f"{conversation.id}-{count}"
@@ -476,12 +492,17 @@ def _made(conversation: Conversation, count: int, prompt: Branch, reply: Turn | 
     else:
         messages = [turn for turn in prompt if turn.message is not None]
         state["text"] = "\n\n".join(text_of(turn.message) for turn in messages)
+        if count := sum(bool(each) for each in ids):
+            losses.add("token ids of a prompt, where not all its turns have some", rid, count)
         if len(messages) > 1 or any(turn.message["role"] != "user" for turn in messages if turn.message is not None):
             losses.add("who said what in a prompt: it is one text, without a chat template", rid)
         if any(turn.message is None for turn in prompt):
             losses.add("turns that are no messages", rid)
-    if pictures := [as_data_url(image) for turn in prompt for image in turn.images]:
+    if pictures := [picture for turn in prompt for picture in _shown(turn, losses, rid)]:
         state["image_data"] = pictures
+    for turn in (*prompt[-1:], *(() if reply is None else (reply,))):
+        for name in turn.annotations.keys() - {LOGPROBS}:
+            losses.add(f"the annotation {name}", rid)
     output: dict[str, Any] = {}
     if reply is not None:
         message, completion = reply.message or {}, _ints(reply)
@@ -502,5 +523,11 @@ def _made(conversation: Conversation, count: int, prompt: Branch, reply: Turn | 
 
 
 FORMAT: Final = Format(
-    "sglang", "SGLang's request and crash dumps (pickles, read as data), and its request log", ".pkl", read, write
+    "sglang",
+    "SGLang's request and crash dumps (pickles, read as data), and its request log",
+    ".pkl",
+    read,
+    write,
+    lacks=frozenset({"title", "created_at", "heads", "main", "derived_from"}),
+    keys=frozenset({"role", "content", "tool_calls", "reasoning_content"}),
 )

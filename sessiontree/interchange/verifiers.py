@@ -315,6 +315,9 @@ class _Traces:
         said = [float(turn.annotations[REWARD]) for turn in leaves if number(turn.annotations.get(REWARD)) is not None]
         if len(set(said)) > 1:
             self._losses.add("rewards that differ from branch to branch: the last is the trace's", turns[0].id or "")
+        between = [turn for turn in turns if REWARD in turn.annotations and turn not in leaves]
+        if between:
+            self._losses.add("rewards of turns that others follow", between[0].id or "", len(between))
         if said and said[-1] != _reward(trace):
             if trace.get("rewards"):
                 self._losses.add("rewards by name, of a trace whose reward was said anew", turns[0].id or "")
@@ -337,6 +340,8 @@ class _Traces:
         call: dict[str, Any] = {"node": self._index[turn.id]}
         if turn.finish_reason in ("stop", "length", "tool_calls"):
             return call | {"finish_reason": turn.finish_reason}
+        if turn.finish_reason is not None:
+            self._losses.add(f"the finish reason {turn.finish_reason}", turn.id or "")
         return None
 
 
@@ -393,4 +398,12 @@ def _said(turn: Turn, annotation: str, mask: Mask, losses: Losses, place: str) -
     return values
 
 
-FORMAT: Final = Format("verifiers", "rollouts of the library verifiers (traces.jsonl, results.jsonl)", ".jsonl", read, write)
+FORMAT: Final = Format(
+    "verifiers",
+    "rollouts of the library verifiers (traces.jsonl, results.jsonl)",
+    ".jsonl",
+    read,
+    write,
+    lacks=frozenset({"title", "created_at", "heads", "main"}),
+    keys=frozenset({"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}),
+)

@@ -106,9 +106,7 @@ def _mapping(said: Any) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def facts_of(
-    conversation: Conversation, session_id: str, format_name: str, mark: str | None, heads: Mapping[str, bytes]
-) -> str:
+def facts_of(conversation: Conversation, session_id: str, format_name: str, mark: str | None, heads: Mapping[str, bytes]) -> str:
     """What is said of a whole conversation. ``session_id``: what it became; ``heads``: where the import has them."""
     facts = {
         "id": conversation.id,

@@ -95,7 +95,7 @@ class Shared(NamedTuple):
         return {"tenant": self.tenant, "blobs": None if self.blobs == "none" else self.blobs}
 
 
-shared = Shared()
+shared: Shared = Shared()
 
 
 def say_of_shared(tenant: str | None, blobs: str) -> None:

@@ -79,6 +79,7 @@ class Viewed:
         self._unread = 0  # of how many nodes that could not be read
         self._changes = 0  # of what is said
         self._stamp: Any = None
+        self.mark: str = ""
         self._items: dict[str, tuple[Node, MediaItem]] = {}
         self.refresh()
 

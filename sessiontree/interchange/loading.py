@@ -161,9 +161,9 @@ class Importer:
     ) -> None:
         self.store = store
         self.form = form
-        self.template = None if template is None else ChatTemplate.of(template)
-        self.scheme = scheme_named(scheme) if isinstance(scheme, str) else scheme
-        self.namespace = Namespace.of(namespace)
+        self.template: ChatTemplate | None = None if template is None else ChatTemplate.of(template)
+        self.scheme: PositionScheme = scheme_named(scheme) if isinstance(scheme, str) else scheme
+        self.namespace: Namespace = Namespace.of(namespace)
         self.model_fingerprint = model_fingerprint
         self.prefix = prefix
         self._there = set(store.sessions())

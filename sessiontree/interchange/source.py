@@ -35,8 +35,8 @@ class SourceFile:
 
     def __init__(self, path: Path | zipfile.Path, tell: Callable[[int], None] | None = None) -> None:
         self.path = path
-        self.done = 0
-        self.mark = ""
+        self.done: int = 0
+        self.mark: str = ""
         self._tell = tell
 
     @property

@@ -208,6 +208,25 @@ CASES: dict[str, tuple[Conversation, Callable[[Found], Any]]] = {
         with_message("q", content=[{"type": "text", "text": "Whe"}, {"type": "text", "text": "re?"}]),
         lambda found: found.of("Where?", lambda _, node: len(list(parts_of(message_of(node) or {})))),
     ),
+    "detail of a picture": (
+        with_turn(
+            "q",
+            images=(Image(PNG, "image/png"),),
+            message={
+                "role": "user",
+                "content": [{"type": "text", "text": "Where?"}, {"type": "image", "image": 0, "image_url": {"detail": "low"}}],
+            },
+        ),
+        lambda found: found.any_message(lambda said: [True for part in parts_of(said) if "low" in str(part)])[:1],
+    ),
+    "picture of an answer": (
+        with_turn(
+            "b",
+            images=(Image(PNG, "image/png"),),
+            message={"role": "assistant", "content": [{"type": "text", "text": "Here."}, {"type": "image", "image": 0}]},
+        ),
+        lambda found: any(node.metadata.get("images") for _, node in found.nodes()),
+    ),
     "another key": (with_message("q", weight=0), lambda found: found.message("Where?", "weight")),
     "a key of an answer": (with_message("a", weight=0), lambda found: found.message("There.", "weight")),
     "white space": (

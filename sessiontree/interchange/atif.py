@@ -211,7 +211,7 @@ def _content(value: Any, place: str, losses: Losses) -> tuple[Any, tuple[Image, 
         source = part.get("source") if isinstance(part, dict) and part.get("type") == "image" else None
         url = source.get("path") if isinstance(source, dict) else None
         image = from_data_url(url, place, losses) if isinstance(url, str) and url.startswith("data:") else None
-        if image is not None:
+        if image is not None and as_data_url(image) == url:
             images.append(image)
             parts.append({"type": "image", "image": len(images) - 1})
         else:

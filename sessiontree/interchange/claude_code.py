@@ -66,7 +66,7 @@ _FORM: Final = Form(
 
 def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
     """The one session of a file, called as the file is: Claude Code's own lines may name others, which they were copied from."""
-    conversation = Conversation(id=file.stem, turns=())
+    conversation = Conversation(id=Path(file.path.name).stem, turns=())
     conversation.turns = _Transcript(conversation, losses).turns(file)
     yield conversation
 

@@ -120,7 +120,8 @@ def messages_of(turn: Turn) -> list[Message]:
     results: list[Any] = []
     rest: list[Any] = []
     for part in content if isinstance(content, (list, tuple)) else ():
-        (results if isinstance(part, Mapping) and part.get("type") == "tool_result" else rest).append(part)
+        is_result = isinstance(part, Mapping) and part.get("type") == "tool_result" and "tool_call_id" in part
+        (results if is_result else rest).append(part)
     if not results:
         return [message]
     made: list[Message] = [

@@ -100,13 +100,14 @@ def import_file(
     form = format if isinstance(format, Format) else format_named(format)
     if form.read is None:
         raise UnknownFormat(f"{form.name} is written, not read", name=form.name, known=())
-    paths = _files(Path(path), form)
+    path = Path(path)
+    paths = _files(path, form)
     total, before = sum(each.stat().st_size for each in paths), 0
     loader = Importer(store, form, template, scheme, namespace, model_fingerprint, prefix)
     for each in paths:
         losses = loader.losses_in(each.name, salvage)
         told = None if progress is None else _Told(progress, before, total)
-        file = SourceFile(each, told)
+        file = SourceFile(each, told, "" if each == path else each.relative_to(path).with_suffix("").as_posix())
         mark = _mark(each) if form.single else None
         evicted = 0
         for conversation in form.read(file, losses):

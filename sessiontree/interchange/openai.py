@@ -26,6 +26,9 @@ _ROW: Final = "row"
 def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
     """A conversation for each line, called by its number."""
     for place, line in file.lines(losses):
+        if isinstance(line, list) and any(isinstance(each, dict) and "messages" in each for each in line):
+            losses.fault("a list of conversations, and not one a line", place)
+            continue
         row = {"messages": line} if isinstance(line, list) else line
         if not expect(row, dict, "a conversation", place, losses):
             continue
@@ -83,7 +86,9 @@ def with_images(content: Any, place: str, losses: Losses) -> tuple[Any, tuple[Im
         url = _url(part)
         if url is not None and url.startswith("data:") and "image" not in part:
             image = from_data_url(url, where, losses)
-            if image is not None and as_data_url(image) == url:
+            if image is not None and as_data_url(image) != url:
+                losses.add("pictures whose data URLs are not as we write them: they stay names", where)
+            elif image is not None:
                 rest = {name: value for name, value in part["image_url"].items() if name != "url"}
                 beside = {name: value for name, value in part.items() if name not in ("type", "image_url")}
                 images.append(image)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import quote
 
 import attrs
@@ -15,7 +16,7 @@ import numpy as np
 
 from sessiontree.errors import UnknownFormat, Unsupported
 from sessiontree.interchange import words
-from sessiontree.interchange.conversations import MAIN, Conversation, Image, Turn
+from sessiontree.interchange.conversations import MAIN, Conversation, Image, Turn, parts_of
 from sessiontree.interchange.formats import LACKING, Format, format_named
 from sessiontree.interchange.loading import FILE, UNREADABLE, joined
 from sessiontree.interchange.losses import Loss, Losses
@@ -79,7 +80,7 @@ def export_file(
         files = []
         try:
             for name in names:
-                file = f"{quote(name, safe=' ')[:200]}{form.suffix}"
+                file = f"{_file_name(name)}{form.suffix}"
                 _written(form, [saver.conversation(name)], made / file, saver.losses)
                 files.append(target / file)
             made.rename(target)
@@ -96,6 +97,12 @@ def export_file(
     )
 
 
+def _file_name(session_id: str) -> str:
+    """What the file of a session is called, of at most 200 characters, another for each session."""
+    name = quote(session_id, safe=" ")
+    return name if len(name) <= 200 else f"{name[:160]}-{blake2b(session_id.encode(), digest_size=16).hexdigest()}"
+
+
 def _written(form: Format, conversations: Iterable[Conversation], target: Path, losses: Losses) -> None:
     """A file under its name once all of it is on disk."""
     assert form.write is not None
@@ -107,6 +114,11 @@ def _written(form: Format, conversations: Iterable[Conversation], target: Path, 
         made.replace(target)
     finally:
         made.unlink(missing_ok=True)
+
+
+#: Parts of messages that every format can write; others are for each to count.
+_PARTS: Final = frozenset({"text", "image", "image_url"})
+_OF_PARTS: Final = frozenset({"type", "text", "image", "image_url", "url"})
 
 
 class _Saver:
@@ -162,6 +174,20 @@ class _Saver:
             if name in self.form.lacks:
                 self.losses.add(LACKING[name], place)
 
+    def _count_keys(self, message: Mapping[str, Any], place: str) -> None:
+        """What a message has beside that for which the format has a place."""
+        known = self.form.keys
+        if known is None:
+            return
+        for key in sorted(message.keys() - known):
+            if message[key] is not None:
+                self.losses.add(f"{key} of a message", place)
+        for part in parts_of(message):
+            picture = part.get("image_url")
+            beside = [*(picture if isinstance(picture, Mapping) else ()), *(part if part.get("type") in _PARTS else ())]
+            for key in sorted({*beside} - _OF_PARTS):
+                self.losses.add(f"{key} of a part", place)
+
     def _called(self, session_id: str, read_as: str, own: bool) -> str:
         """What a conversation is called: as when it was read, if this is that one and no other of the file is called so."""
         if own and (read_as == session_id or read_as not in self.taken):
@@ -196,9 +222,7 @@ class _Saver:
             said = {"times": metadata.get(words.CREATED_AT), "finish_reason": finish_reason}
             said["derived_from"] = metadata.get(words.DERIVED_FROM)
             self._count_lacking([each for each, value in said.items() if value is not None], name)
-            if self.form.keys is not None:
-                for key in sorted(key for key in (message or {}).keys() - self.form.keys if (message or {})[key] is not None):
-                    self.losses.add(f"{key} of a message", name)
+            self._count_keys(message or {}, name)
         return Turn(
             id=name,
             parent=parent,

@@ -506,6 +506,8 @@ def _made(conversation: Conversation, count: int, prompt: Branch, reply: Turn | 
     output: dict[str, Any] = {}
     if reply is not None:
         message, completion = reply.message or {}, _ints(reply)
+        if count := sum(1 for _ in _shown(reply, losses, rid)):
+            losses.add("pictures of a reply", rid, count)
         for name in ("tool_calls", "reasoning_content"):
             if message.get(name):
                 losses.add(f"{name} of a reply, beside its text", rid)

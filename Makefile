@@ -50,7 +50,8 @@ check: .venv/dev.stamp ## lint, formatting, types and the layers
 bench: $(if $(PEERS),.venv/peers.stamp .venv/sglang.stamp .venv/vllm.stamp) .venv/dev.stamp ## measure: tables, and one line of JSON for each figure; PEERS=1 adds LangGraph, openai-agents, SGLang
 	@missed=0; for part in $(BENCHMARKS); do PYTHONPATH=. $(BIN)/python benchmarks/$$part.py || missed=1; done; exit $$missed
 
-# It exits with 1 where a bar is missed. LOG: what gpu_bridge.py and gpu_packing.py printed on a machine with a GPU.
+# What needs PostgreSQL or Chromium is not measured without (make postgres, make chromium), and the page says so. It exits with 1
+# where a bar is missed. LOG: what gpu_bridge.py and gpu_packing.py printed on a machine with a GPU.
 bench-report: .venv/peers.stamp .venv/sglang.stamp .venv/vllm.stamp .venv/dev.stamp ## measure beside all peers, some 15 minutes, and write docs/benchmarks.md; LOG=file adds another machine's
 	$(BIN)/python benchmarks/report.py $(if $(LOG),--add $(LOG)) $(BENCHMARKS:=.py)
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -127,7 +128,7 @@ def _after(path: str, name: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and packages, "" of those that are not there; and the commit, "" outside of a checkout."""
+    """Of Python and packages, "" of those that are not there; and the commit."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -138,16 +139,14 @@ def versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """That of a checkout, "+" behind it where what runs is not what was committed; "" outside of one."""
+    """That of a checkout, "+" behind it where what runs is not what was committed; outside of one what BENCH_COMMIT says, or ""."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
 
-    try:
-        head = git("rev-parse", "--short=12", "HEAD").stdout.strip()
-    except FileNotFoundError:
-        return ""
-    changed = head and git("diff", "--quiet", "HEAD", "--", "sessiontree", "engine_bridge", "benchmarks").returncode
+    if shutil.which("git") is None or not (head := git("rev-parse", "--short=12", "HEAD").stdout.strip()):
+        return os.environ.get("BENCH_COMMIT", "")
+    changed = git("diff", "--quiet", "HEAD", "--", "sessiontree", "engine_bridge", "benchmarks").returncode
     return f"{head}+" if changed else head
 
 

@@ -6,7 +6,7 @@
 
 Scripts run one after the other, each in a process of its own. What they printed is kept after each, so a run that is cut off can be
 gone on with. One that fails, or says that it cannot measure, is kept and shown as that. Exits with 1 where a bar is missed or a
-script failed, with 2 where a log is refused, and then nothing is written.
+script failed, with 2 where a log is refused or a page asks for a figure that nobody prints, and then no page is written.
 """
 
 from __future__ import annotations

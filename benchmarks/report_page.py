@@ -150,7 +150,7 @@ def _page(runs: Sequence[Run]) -> Iterator[str]:
     yield ""
     if missed:
         rows = [(run.script, cell(each.figure), got(each), bar(each), over(each), cell(each.note)) for run, each in missed]
-        yield from table(("script", "figure", "got", "bar", "got over its bar", ""), rows)
+        yield from table(("script", "figure", "got", "bar", "got / bar", ""), rows)
     if lacking or not any(run.machine.gpus for run in runs):
         yield "Not measured:"
         yield ""
@@ -167,6 +167,8 @@ def _page(runs: Sequence[Run]) -> Iterator[str]:
             yield ""
             continue
         yield f"![{plot.title}, beside peers](benchmarks/{plot.name}.svg)"
+        yield ""
+        yield "Axes of values are logarithmic."
         yield ""
         for points in curves.values():
             yield from curve(points)

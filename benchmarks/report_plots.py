@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from report_runs import Run
 
 OURS = "sessiontree"
 STYLE: dict[Any, Any] = {
+    "axes.axisbelow": True,
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
@@ -43,7 +45,12 @@ PLOTS = (
     Plot(
         "turns",
         "Growth over turns",
-        ("turns: time of a turn", "turns: path read after opening", "SGLang session: text turn", "SGLang session: image turn"),
+        (
+            "turns: time of a turn",
+            "turns: path read after opening",
+            "turns: text turn of SGLang's session",
+            "turns: image turn of SGLang's session",
+        ),
     ),
     Plot(
         "sessions",
@@ -138,6 +145,7 @@ def _curve(ax: Axes, name: str, points: list[Figure]) -> None:
         )
     ax.set(title=what, xlabel=over, ylabel=points[0].unit, xscale="log", yscale="log")
     ax.legend(fontsize=7)
+    ax.set_ylim(_decades(value for line in lines.values() for _, value in line))
     _plain(ax.xaxis)
     _plain(ax.yaxis)
 
@@ -147,11 +155,18 @@ def _bars(ax: Axes, figure: Figure) -> None:
     colours = [COLOURS[0], *["#aaaaaa"] * len(figure.peers)]
     drawn = ax.barh(list(values), list(values.values()), color=colours)
     ax.bar_label(drawn, [f"{number(value)} {figure.unit}" for value in values.values()], padding=3, fontsize=8)
-    ax.set(xscale="log")
+    first, last = _decades(values.values())
+    ax.set(xscale="log", xlim=(first, last * (last / first) ** 0.3))  # room for the longest bar's label
     ax.set_title(figure.figure, fontsize=8, wrap=True)
-    ax.margins(x=0.35)
+    ax.grid(visible=False, axis="y")
     ax.invert_yaxis()
     _plain(ax.xaxis)
+
+
+def _decades(values: Iterable[float]) -> tuple[float, float]:
+    """Powers of ten around values, that are above zero."""
+    logs = [math.log10(value) for value in values]
+    return 10.0 ** (math.ceil(min(logs)) - 1), 10.0 ** (math.floor(max(logs)) + 1)
 
 
 def _plain(axis: Axis) -> None:

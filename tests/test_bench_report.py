@@ -243,7 +243,7 @@ def test_every_series_and_bar_that_was_measured_is_drawn() -> None:
 def test_names_in_pictures_are_text() -> None:
     figure = attrs.evolve(runs_of()[0].figures[1], peers={"<script>$x_1$&": 3.0})
     picture = drawn(PLOTS[2], [attrs.evolve(runs_of()[0], figures=(figure,))])
-    assert picture is not None and b"&lt;script&gt;$x_1$&amp;" in picture
+    assert picture is not None and b">&lt;script&gt;$x_1$&amp;</text>" in picture
 
 
 def test_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:

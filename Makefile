@@ -19,7 +19,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --n
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test cover check bench soak postgres chromium docs clean
+.PHONY: help demo serve test cover check types bench soak postgres chromium docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -41,6 +41,13 @@ check: .venv/dev.stamp ## lint, formatting, types and the layers
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(CHECKED)
 	$(BIN)/lint-imports
+
+# From outside of the repository, where pyright sees the packages as whoever installs them does.
+types: .venv/types.stamp ## let pyright say whether the types of every public name are complete, as who installs the packages sees them
+	@cd $(BIN) && for package in sessiontree engine_bridge; do \
+	    PATH="$$PWD:$$PATH" PYRIGHT_PYTHON_IGNORE_WARNINGS=1 ./pyright --verifytypes $$package --ignoreexternal > ../types.txt \
+	        || { cat ../types.txt; exit 1; }; \
+	    echo "$$package: $$(grep completeness ../types.txt)"; done
 
 bench: $(if $(PEERS),.venv/peers.stamp .venv/sglang.stamp .venv/vllm.stamp) .venv/dev.stamp ## measure: tables, and one line of JSON for each figure; PEERS=1 adds LangGraph, openai-agents, SGLang
 	@missed=0; for part in tree contention positions packing page_hashes gpu_bridge durable health health_gc health_bundles health_cli sglang_sessions scheduler serving trajectories interchange postgres viewer; do PYTHONPATH=. $(BIN)/python benchmarks/$$part.py || missed=1; done; exit $$missed
@@ -87,6 +94,10 @@ clean: ## remove all that these targets made
 .venv/docs.stamp: .venv/made.stamp pyproject.toml constraints.txt
 	$(PIP) hatchling editables
 	$(PIP) --no-build-isolation --editable '.[docs]'
+	@touch $@
+
+.venv/types.stamp: .venv/dev.stamp
+	$(PIP) --no-build-isolation --editable '.[demo,dev,types]'
 	@touch $@
 
 .venv/serve.stamp: .venv/demo.stamp

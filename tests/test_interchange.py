@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import os
@@ -145,6 +146,70 @@ def test_a_second_turn_of_the_same_id_is_a_fault(file: Path) -> None:
     store = SessionStore.in_memory()
     assert import_file(store, file, of_turns(*turns), salvage=True).new_nodes == 2
     assert parents(store)["b"] == "a"
+
+
+def test_what_a_turn_says_now_is_counted_where_it_stays_as_it_was(file: Path) -> None:
+    store = SessionStore.in_memory()
+    import_file(store, file, of_turns(said("a", None, "half an ans")))
+    report = import_file(store, file, of_turns(said("a", None, "half an answer"), said("b", "a", "more")))
+    assert [(loss.what, loss.count) for loss in report.lost] == [("what turns say now: they stay as they were imported", 1)]
+    assert report.grown == 1 and text_of_message(store.get("talk").heads["main"].path()[1]) == "half an ans"
+    assert not import_file(store, file, of_turns(said("a", None, "half an ans"), said("b", "a", "more"))).lost
+
+
+def test_words_that_get_tokens_later_are_another_session(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "x.jsonl", conversations(2))
+    store = SessionStore.in_memory()
+    import_file(store, path, "openai")
+    with pytest.raises(InterchangeError, match=r"line 1, messages\[0\]: .*other tokens or pictures \(a prefix makes another"):
+        import_file(store, path, "openai", template=chatml)
+    assert import_file(store, path, "openai", template=chatml, salvage=True).faults
+    report = import_file(store, path, "openai", template=chatml, prefix="ids/")
+    assert report.added == 2 and not report.faults
+
+
+@pytest.mark.parametrize("name", ["", "x" * 513])
+def test_a_name_that_no_session_can_have_is_a_fault(name: str, file: Path) -> None:
+    store = SessionStore.in_memory()
+    with pytest.raises(InterchangeError, match=f"the id of a session has 1 to 512 characters: this has {len(name)}"):
+        import_file(store, file, of_turns(said("a", None), name=name))
+    two = Format(
+        "two", "", ".x", lambda file, losses: iter([Conversation(id=name, turns=[]), Conversation(id="y", turns=[said("a", None)])])
+    )
+    report = import_file(store, file, two, salvage=True)
+    assert store.sessions() == ("y",) and report.faults[0].count == 1
+
+
+def test_heads_that_another_import_moves_meanwhile_are_looked_at_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process made the head between this one's look and its move."""
+    store = SessionStore.in_memory()
+    raced: list[str] = []
+    set_head = type(store.create("other", scheme="text@hf5")).set_head
+
+    def overtaken(self: Any, name: str, node: Any, **expected: Any) -> Any:
+        if not raced:
+            raced.append(name)
+            set_head(self, name, node, expected=None)
+        return set_head(self, name, node, **expected)
+
+    monkeypatch.setattr("sessiontree.store.Session.set_head", overtaken)
+    report = import_file(store, file, of_turns(said("a", None)))
+    assert raced == ["main"] and report.added == 1 and store.get("talk").heads["main"].key == "a"
+
+
+@pytest.mark.parametrize("form", ["atif", "claude-code", "sglang", "verifiers"])
+def test_a_file_of_another_format_is_a_fault(form: str, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "x.jsonl", [{"messages": [{"role": "user", "content": "q"}]}])
+    store = SessionStore.in_memory()
+    with pytest.raises(InterchangeError):
+        import_file(store, path, form)
+    assert store.sessions() == ()
+
+
+def test_a_compressed_file_says_so(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b'{"messages":[]}\n'))
+    with pytest.raises(InterchangeError, match=r"x\.jsonl\.gz is compressed by gzip: unpack it first"):
+        import_file(SessionStore.in_memory(), tmp_path / "x.jsonl.gz", "openai")
 
 
 def test_ids_that_are_no_text_are_faults(file: Path) -> None:
@@ -373,6 +438,45 @@ def chatml(messages: Sequence[Any], tools: Sequence[Any]) -> list[int]:
         ids += [VISION_START, IMAGE_PAD, VISION_END] if number else []
         ids += map(ord, piece)
     return ids
+
+
+def alternating(messages: Sequence[Any], tools: Sequence[Any]) -> list[int]:
+    """As Gemma's and Mistral's templates: who asks and who answers take turns, or it refuses."""
+    for at, message in enumerate(each for each in messages if each["role"] != "system"):
+        if (message["role"] == "user") != (at % 2 == 0):
+            raise ValueError("roles must alternate")
+    return [ord(each) for message in messages for each in f"[{message['role']}]{message['content']}"]
+
+
+def counting(messages: Sequence[Any], tools: Sequence[Any]) -> list[int]:
+    """As ChatGLM's: each round has its number."""
+    asked = list(itertools.accumulate(message["role"] == "user" for message in messages))
+    return [ord(each) for message, at in zip(messages, asked, strict=True) for each in f"[Round {at}]{message['content']}"]
+
+
+def with_first(messages: Sequence[Any], tools: Sequence[Any]) -> list[int]:
+    """Says at each question what was said first."""
+    first = next((each["content"] for each in messages if each["role"] != "system"), "")
+    pieces = (f"<{first}>{each['content']};" if each["role"] == "user" else each["content"] for each in messages)
+    return [ord(each) for piece in pieces for each in piece]
+
+
+@pytest.mark.parametrize("system", [True, False])
+@pytest.mark.parametrize("template", [chatml, alternating, counting, with_first])
+def test_a_template_may_look_back_as_far_as_it_likes(template: Any, system: bool, tmp_path: Path) -> None:
+    """Imported, and appended one by one: the tokens are those of the whole conversation."""
+    roles = ["user", "assistant"] * 12
+    messages = [{"role": "system", "content": "s"}] * system + [{"role": role, "content": str(at)} for at, role in enumerate(roles)]
+    store = SessionStore.in_memory()
+    report = import_file(store, jsonl(tmp_path / "x.jsonl", [{"messages": messages}] * 2), "openai", template=template)
+    assert not report.lost
+    for name in store.sessions():
+        assert store.get(name).heads["main"].input_ids().tolist() == template(messages, ())
+    session = store.create("one by one", scheme="text@hf5")
+    at: Any = session.root
+    for message in messages:
+        at = append_messages(store, session, at, [message], template=template)
+    assert at.input_ids().tolist() == template(messages, ())
 
 
 def placed(image: Image) -> tuple[MediaItem, Any]:
@@ -699,6 +803,20 @@ def test_a_file_goes_in_and_a_branch_comes_out_on_the_command_line(tmp_path: Pat
     assert run("export", store, out, "--format", "openai").exit_code == 2
     assert json_of("export", store, out, "--format", "openai", "--force")["sessions"] == 3
     assert run("export", store, tmp_path / "x", "--format", "nope").exit_code == 2
+
+
+def test_the_inside_of_a_store_and_stdout_are_left_alone(tmp_path: Path) -> None:
+    chats = str(tmp_path / "chats")
+    assert run("import", chats, str(jsonl(tmp_path / "x.jsonl", conversations(1))), "--format", "openai").exit_code == 0
+    before = sorted(tmp_path.rglob("*"))
+    for target, said_of in (
+        (f"{chats}/x.jsonl", "inside of a store"),
+        (f"{chats}/segments/x", "inside of a store"),
+        ("-", "stdout"),
+    ):
+        refused = run("export", chats, target, "--format", "openai")
+        assert refused.exit_code == 2 and said_of in refused.stderr
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_what_cannot_be_read_is_named_on_the_command_line(tmp_path: Path) -> None:

@@ -162,6 +162,66 @@ CASES: dict[str, tuple[Conversation, Callable[[Found], Any]]] = {
     "role function": (with_message("p", role="function", name="f"), lambda found: found.message("And then?", "role")),
     "role system in between": (with_message("p", role="system"), lambda found: found.message("And then?", "role")),
     "another role": (with_message("p", role="critic"), lambda found: found.message("And then?", "role")),
+    "refusal as a part": (
+        with_message("a", content=[{"type": "refusal", "refusal": "No."}]),
+        lambda found: found.any_message(lambda said: "refusal" in str(said)),
+    ),
+    "reasoning by its other name": (
+        with_message("a", reasoning="Hm."),
+        lambda found: found.any_message(lambda said: said.get("reasoning_content") or said.get("reasoning")),
+    ),
+    "reasoning of a question": (
+        with_message("q", reasoning_content="Hm."),
+        lambda found: found.any_message(lambda said: said.get("reasoning_content")),
+    ),
+    "text as parts": (
+        with_message("q", content=["Where", "?"]),
+        lambda found: found.of("Where?", lambda _, node: len(list(parts_of(message_of(node) or {})))),
+    ),
+    "a number": (with_message("q", content=5), lambda found: found.any_message(lambda said: said.get("content") in (5, "5"))),
+    "more of a call": (
+        with_turn("a", message={"role": "assistant", "content": None, "tool_calls": [CALL | {"extra_content": {"x": 1}}]}),
+        lambda found: found.any_message(lambda said: [True for call in said.get("tool_calls", ()) if "extra_content" in call]),
+    ),
+    "a call without an id": (
+        with_turn(
+            "a", message={"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": CALL["function"]}]}
+        ),
+        lambda found: found.any_message(lambda said: [call.get("id") or None for call in said.get("tool_calls", ())] == [None]),
+    ),
+    "a custom tool": (
+        with_turn(
+            "a",
+            message={
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "run", "input": "ls"}}],
+            },
+        ),
+        lambda found: found.any_message(lambda said: [True for call in said.get("tool_calls", ()) if "ls" in str(call)]),
+    ),
+    "arguments too large": (
+        with_turn(
+            "a",
+            message={
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [CALL | {"function": {"name": "f", "arguments": '{"a":1e400}'}}],
+            },
+        ),
+        lambda found: found.any_message(lambda said: [True for call in said.get("tool_calls", ()) if "1e400" in str(call)]),
+    ),
+    "arguments that say a thing twice": (
+        with_turn(
+            "a",
+            message={
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [CALL | {"function": {"name": "f", "arguments": '{"a":1,"a":2}'}}],
+            },
+        ),
+        lambda found: found.any_message(lambda said: [call["function"]["arguments"] for call in said.get("tool_calls", ())]),
+    ),
     "calls": (with_call(), lambda found: found.any_message(lambda said: said.get("tool_calls"))),
     "call of a result": (with_call(), lambda found: found.any_message(lambda said: said.get("tool_call_id"))),
     "arguments that are no JSON": (

@@ -30,7 +30,7 @@ from sessiontree.interchange.formats import Format
 from sessiontree.interchange.images import as_data_url, from_data_url
 from sessiontree.interchange.losses import Losses
 from sessiontree.interchange.per_token import checked_ids, ids_of, numbers, over, trained_mask, under
-from sessiontree.interchange.source import SourceFile, expect
+from sessiontree.interchange.source import SourceFile, expect, parsed
 from sessiontree.interchange.words import is_text
 
 _VERSION: Final = "ATIF-v1.7"
@@ -54,6 +54,9 @@ def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
     """The one conversation of a file."""
     value = file.document(losses)
     if value is None or not expect(value, dict, "a trajectory", "the whole file", losses):
+        return
+    if not value.keys() & {"schema_version", "steps"}:
+        losses.fault("no trajectory", "the whole file", "it has neither schema_version nor steps")
         return
     run, own = (_text(value.get(key)) for key in _NAMES)
     name = own or (file.path.name.removesuffix(".json") if run else file.stem)
@@ -306,7 +309,12 @@ class _Written:
         self._tree = Tree(conversation)
         self._holders: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}  # of a turn: its trajectory, and its step or result
         kept = conversation.fields.get("trajectories") or {"": _new(conversation.id, {"title": conversation.title})}
-        self._made: dict[str, dict[str, Any]] = {prefix: dict(each) | {"steps": []} for prefix, each in kept.items()}
+        self._made: dict[str, dict[str, Any]] = {}
+        for prefix, each in kept.items():
+            inside = each.get("subagent_trajectories")
+            copied = {"subagent_trajectories": list(inside)} if isinstance(inside, list) else {}
+            self._made[prefix] = {**each, **copied, "steps": []}
+        self._used = {each.get("trajectory_id") for each in self._made.values()}
         self.root = self._made.setdefault("", _new(conversation.id, {}) | {"steps": []})
         for prefix, each in self._made.items():
             if prefix:
@@ -352,13 +360,16 @@ class _Written:
         return trajectory
 
     def _unused(self, name: str) -> str:
-        used = {each.get("trajectory_id") for each in self._made.values()}
-        while name in used:
+        while name in self._used:
             name += "'"
+        self._used.add(name)
         return name
 
     def _put_inside(self, inner: dict[str, Any], outer: dict[str, Any]) -> None:
-        outer["subagent_trajectories"] = [*(outer.get("subagent_trajectories") or ()), inner]
+        inside = outer.get("subagent_trajectories")
+        if not isinstance(inside, list):
+            inside = outer["subagent_trajectories"] = []
+        inside.append(inner)
 
     def _write(self, branch: Branch, trajectory: dict[str, Any]) -> None:
         steps = trajectory["steps"]
@@ -513,12 +524,16 @@ def _as_call(call: Mapping[str, Any], losses: Losses, place: str) -> dict[str, A
     function = said if isinstance(said, Mapping) else {}
     written = function.get("arguments")
     try:
-        arguments = json.loads(written) if isinstance(written, str) else written
+        arguments = parsed(written) if isinstance(written, str) else written
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         losses.add("arguments of a call that are no mapping: they are one of text", place)
         arguments = {} if written is None else {"arguments": written}
+    elif json.dumps(arguments, ensure_ascii=False) != written:
+        losses.add("how the JSON of a tool call's arguments is written", place)
+    if not function:
+        losses.add("tool calls that are no functions", place)
     return {
         "tool_call_id": call["id"] if isinstance(call.get("id"), str) else "",
         "function_name": function["name"] if isinstance(function.get("name"), str) else "",

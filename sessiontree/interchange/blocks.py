@@ -18,7 +18,7 @@ import attrs
 from sessiontree.interchange.conversations import Image, Message, Turn
 from sessiontree.interchange.images import from_base64, to_base64
 from sessiontree.interchange.losses import Losses
-from sessiontree.interchange.source import expect
+from sessiontree.interchange.source import expect, parsed
 
 Block = dict[str, Any]
 Layout = list[dict[str, Any]]
@@ -209,12 +209,14 @@ def _call(turn: Turn, call: Any, form: Form, losses: Losses) -> Block | None:
         return None
     text = function.get("arguments")
     try:
-        arguments = json.loads(text) if isinstance(text, str) else text
+        arguments = parsed(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, Mapping):
         losses.add("arguments of tool calls that are no JSON mapping stand in one of their text", str(turn.id))
         arguments = {"arguments": text}
+    elif _JSON.encode(arguments) != text:
+        losses.add("how the JSON of a tool call's arguments is written", str(turn.id))
     name = function.get("name")
     return {"type": form.call, "id": str(call.get("id") or ""), "name": str(name or ""), form.arguments: arguments}
 
@@ -235,6 +237,7 @@ def _block(turn: Turn, part: Any, entry: Mapping[str, Any], form: Form, losses: 
         case _ if kind is not None and turn.fields:
             return dict(part)
         case "refusal":
+            losses.add("a refusal, written as text", str(turn.id))
             made = {"type": "text", "text": str(part.get("refusal"))}
     if made is None:
         losses.add(f"parts of content of type {kind}", str(turn.id))

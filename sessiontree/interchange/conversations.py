@@ -100,11 +100,8 @@ class Conversation:
 
 def text_of(message: Message | None) -> str:
     """The text of a message, parts that are text put together."""
-    content = None if message is None else message.get("content")
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, (list, tuple)) else ()
-    return "".join(part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str))
+    parts = () if message is None else parts_of(message)
+    return "".join(part["text"] for part in parts if isinstance(part.get("text"), str))
 
 
 def messages_of(turn: Turn) -> list[Message]:

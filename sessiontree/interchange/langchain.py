@@ -15,6 +15,7 @@ from sessiontree.interchange.conversations import Image, Message, Turn
 from sessiontree.interchange.images import as_data_url, from_base64, from_data_url, to_base64
 from sessiontree.interchange.losses import Losses
 from sessiontree.interchange.plain import Foreign, from_plain, to_plain
+from sessiontree.interchange.source import parsed
 
 _PYDANTIC: Final = 5  # the code under which LangGraph's msgpack has models of pydantic
 _BUILT: Final = "model_validate_json"
@@ -284,7 +285,10 @@ def _made(message: Message, images: Sequence[Image], blocks: Mapping[str, Any], 
             more["reasoning_content"] = thought
         calls, invalid = [], []
         for call in message.get("tool_calls") or ():
-            function = call.get("function") or {}
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if not isinstance(function, Mapping):
+                losses.add("tool calls that are no functions", "")
+                continue
             text = function.get("arguments")
             made = {"name": function.get("name"), "args": _arguments(text, losses), "id": call.get("id")}
             if made["args"] is not None:
@@ -300,7 +304,7 @@ def _made(message: Message, images: Sequence[Image], blocks: Mapping[str, Any], 
 def _arguments(text: Any, losses: Losses) -> dict[str, Any] | None:
     """What arguments say; None where they are no JSON object, or one that msgpack cannot hold."""
     try:
-        value = json.loads(text)
+        value = parsed(text)
         if not isinstance(value, dict) or to_plain(value) != value:
             return None
     except (TypeError, ValueError, RecursionError, LimitExceeded):

@@ -23,6 +23,9 @@ from sessiontree.interchange.losses import Loss, Losses
 from sessiontree.node import Node
 from sessiontree.store import Session, SessionStore
 
+#: Turns after which what was read of the store may leave memory.
+_EVICT_EVERY: Final = 2048
+
 Decode = Callable[[list[int]], str]
 
 
@@ -118,6 +121,7 @@ def _written(form: Format, conversations: Iterable[Conversation], target: Path, 
 
 #: Parts of messages that every format can write; others are for each to count.
 _PARTS: Final = frozenset({"text", "image", "image_url"})
+_OF_CALLS: Final = frozenset({"id", "type", "function", "custom", "name", "arguments", "input", "index"})
 _OF_PARTS: Final = frozenset({"type", "text", "image", "image_url", "url"})
 
 
@@ -174,19 +178,42 @@ class _Saver:
             if name in self.form.lacks:
                 self.losses.add(LACKING[name], place)
 
-    def _count_keys(self, message: Mapping[str, Any], place: str) -> None:
-        """What a message has beside that for which the format has a place."""
+    def _usual(self, message: dict[str, Any], place: str) -> dict[str, Any]:
+        """A message of another format as this one takes it, where it does not take any; what it has no place for is counted."""
         known = self.form.keys
         if known is None:
-            return
+            return message
+        if isinstance(thought := message.get("reasoning"), str) and "reasoning_content" not in message:  # another name of it
+            message = {key: value for key, value in message.items() if key != "reasoning"} | {"reasoning_content": thought}
+        content = message.get("content")
+        if isinstance(content, list):
+            message |= {"content": [{"type": "text", "text": each} if isinstance(each, str) else each for each in content]}
+        elif content is not None and not isinstance(content, str):
+            self.losses.add("content that is neither text nor a list, written as its JSON", place)
+            message |= {"content": words.to_json(content)}
         for key in sorted(message.keys() - known):
             if message[key] is not None:
                 self.losses.add(f"{key} of a message", place)
+        for key in ("tool_calls", "reasoning_content"):
+            if message.get(key) and message.get("role") != "assistant":
+                self.losses.add(f"{key} of a message of the role {message.get('role')}", place)
         for part in parts_of(message):
             picture = part.get("image_url")
             beside = [*(picture if isinstance(picture, Mapping) else ()), *(part if part.get("type") in _PARTS else ())]
-            for key in sorted({*beside} - _OF_PARTS):
-                self.losses.add(f"{key} of a part", place)
+            self._count_beside(beside, _OF_PARTS, "a part", place)
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            if isinstance(call, Mapping):
+                function = call.get("function")
+                self._count_beside(call, _OF_CALLS, "a tool call", place)
+                self._count_beside(function if isinstance(function, Mapping) else (), _OF_CALLS, "a tool call", place)
+                if not isinstance(call.get("id"), str):
+                    self.losses.add("that a tool call has no id", place)
+        return message
+
+    def _count_beside(self, keys: Iterable[str], known: frozenset[str], what: str, place: str) -> None:
+        for key in sorted({*keys} - known):
+            self.losses.add(f"{key} of {what}", place)
 
     def _called(self, session_id: str, read_as: str, own: bool) -> str:
         """What a conversation is called: as when it was read, if this is that one and no other of the file is called so."""
@@ -198,6 +225,8 @@ class _Saver:
     def _turns(self, session: Session, nodes: _Nodes) -> Iterator[Turn]:
         for node in nodes:
             self.turns += 1
+            if self.turns % _EVICT_EVERY == 0:
+                self.store.evict()
             parent = node.parent
             first = parent is None or parent.parent is None
             yield self._turn(session, node, nodes.name(node), None if parent is None or first else nodes.name(parent))
@@ -222,7 +251,7 @@ class _Saver:
             said = {"times": metadata.get(words.CREATED_AT), "finish_reason": finish_reason}
             said["derived_from"] = metadata.get(words.DERIVED_FROM)
             self._count_lacking([each for each, value in said.items() if value is not None], name)
-            self._count_keys(message or {}, name)
+            message = None if message is None else self._usual(message, name)
         return Turn(
             id=name,
             parent=parent,
@@ -254,11 +283,13 @@ class _Saver:
         return {"role": node.role, "content": self.decode(node.token_ids[~placed].tolist())}
 
     def _images(self, session: Session, node: Node, name: str) -> Iterator[Image]:
-        for kept in node.metadata.get(words.IMAGES, ()):
+        images = node.metadata.get(words.IMAGES, ())
+        items = {item.identity: item for item in reversed(node.media)} if images else {}
+        for kept in images:
             self.images += 1
             data = kept.get("data")
             if data is None:
-                item = next((item for item in node.media if item.identity == kept["identity"]), None)
+                item = items.get(kept["identity"])
                 features = None if item is None else self.store.get_features(item)
                 data = None if features is None or FILE not in features else bytes(features[FILE])
             if data is None:

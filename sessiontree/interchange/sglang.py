@@ -139,7 +139,9 @@ def _logged(file: SourceFile, losses: Losses) -> Iterator[_Request]:
     for place, line in file.lines(losses):
         if not expect(line, dict, "a line of the log", place, losses):
             continue
-        event, rid = line.get("event"), str(line.get("rid"))
+        if not expect(line.get("event"), str, "the event of a line of the log", place, losses):
+            continue
+        event, rid = line["event"], str(line.get("rid"))
         if event == "request.received":
             begun[rid] = place
             continue

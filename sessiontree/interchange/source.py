@@ -153,9 +153,9 @@ class SourceFile:
             self._tell(self.done)
 
 
-def parsed(data: bytes) -> Any:
-    """The value of JSON in UTF-8. Raises ValueError, also for NaN and for what is too large for a float, and RecursionError."""
-    return _DECODER.decode(data.decode("utf-8-sig"))
+def parsed(data: bytes | str) -> Any:
+    """The value of JSON, in UTF-8 or as text. Raises ValueError, also for NaN and what is too large for a float; RecursionError."""
+    return _DECODER.decode(data if isinstance(data, str) else data.decode("utf-8-sig"))
 
 
 def _no_constant(name: str) -> Any:

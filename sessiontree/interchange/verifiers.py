@@ -36,6 +36,8 @@ _SAMPLED: Final = {
     "trainer_logprobs": "trainer_logprobs",
     "entropies": "entropies",
 }
+#: Of these, each line has some.
+_OF_ROLLOUTS: Final = {"traces", "nodes", "prompt", "completion", "trajectory"}
 _CONTENT: Final = "is_content"
 _WEIGHT: Final = f"{LOSS_WEIGHT}/"
 _KNOWN: Final = {*_SAMPLED.values(), _CONTENT, LOSS_MASK, REWARD, TRAIN}
@@ -45,6 +47,9 @@ def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
     """A conversation for each line, called by the id of its episode or trace, or else by its number."""
     for place, line in file.lines(losses):
         if not expect(line, dict, "a rollout", place, losses):
+            continue
+        if not line.keys() & _OF_ROLLOUTS:
+            losses.fault("no rollout", place, f"it has none of {', '.join(sorted(_OF_ROLLOUTS))}")
             continue
         name = f"{file.stem}-{place.removeprefix('line ')}"
         try:

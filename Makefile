@@ -24,7 +24,7 @@ BENCHMARKS := tree contention growth positions packing page_hashes gpu_bridge du
     sglang_sessions scheduler serving trajectories interchange postgres viewer
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test cover check bench bench-report soak postgres chromium docs clean
+.PHONY: help demo serve test cover check types bench bench-report soak postgres chromium docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -46,6 +46,13 @@ check: .venv/dev.stamp ## lint, formatting, types and the layers
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(CHECKED)
 	$(BIN)/lint-imports
+
+# From outside of the repository, where pyright sees the packages as whoever installs them does.
+types: .venv/types.stamp ## let pyright say whether the types of every public name are complete, as who installs the packages sees them
+	@cd $(BIN) && for package in sessiontree engine_bridge; do \
+	    PATH="$$PWD:$$PATH" PYRIGHT_PYTHON_IGNORE_WARNINGS=1 ./pyright --verifytypes $$package --ignoreexternal > ../types.txt \
+	        || { cat ../types.txt; exit 1; }; \
+	    echo "$$package: $$(grep completeness ../types.txt)"; done
 
 bench: $(if $(PEERS),.venv/peers.stamp .venv/sglang.stamp .venv/vllm.stamp) .venv/dev.stamp ## measure: tables, and one line of JSON for each figure; PEERS=1 adds LangGraph, openai-agents, SGLang
 	@missed=0; for part in $(BENCHMARKS); do PYTHONPATH=. $(BIN)/python benchmarks/$$part.py || missed=1; done; exit $$missed
@@ -97,6 +104,10 @@ clean: ## remove all that these targets made
 .venv/docs.stamp: .venv/made.stamp pyproject.toml constraints.txt
 	$(PIP) hatchling editables
 	$(PIP) --no-build-isolation --editable '.[docs]'
+	@touch $@
+
+.venv/types.stamp: .venv/dev.stamp
+	$(PIP) --no-build-isolation --editable '.[demo,dev,types]'
 	@touch $@
 
 .venv/serve.stamp: .venv/demo.stamp

@@ -81,7 +81,7 @@ class _Batch(Generic[Outputs]):
     def __init__(self, outputs: Outputs, num_requests: int) -> None:
         self._whole: Outputs = outputs
         self._serial = outputs.serial
-        self.num_requests = num_requests
+        self.num_requests: int = num_requests
 
     def _outputs(self) -> Outputs:
         if self._serial != self._whole.serial:
@@ -128,8 +128,8 @@ class ExtendBatch(_Batch[ExtendOutputs]):
     ) -> None:
         super().__init__(outputs, num_requests)
         self._windows = windows
-        self.num_tokens = num_tokens
-        self.media_spans = spans
+        self.num_tokens: int = num_tokens
+        self.media_spans: tuple[BatchSpan, ...] = spans
         self.mode = mode
 
     @property
@@ -175,8 +175,8 @@ class DecodeBatch(_Batch[DecodeOutputs]):
 
     def __init__(self, outputs: DecodeOutputs, num_requests: int, width: int) -> None:
         super().__init__(outputs, num_requests)
-        self.num_tokens = num_requests * width
-        self.width = width
+        self.num_tokens: int = num_requests * width
+        self.width: int = width
 
     @property
     def cu_seqlens_q(self) -> torch.Tensor:

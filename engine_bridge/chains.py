@@ -67,8 +67,8 @@ class Chain:
         self.scheme = scheme
         self.page_size = page_size
         self.mode = mode
-        self.start = Reached(first)
-        self.key = sha256(repr((scheme, page_size, mode, first, namespace)).encode()).digest()[:16]
+        self.start: Reached = Reached(first)
+        self.key: bytes = sha256(repr((scheme, page_size, mode, first, namespace)).encode()).digest()[:16]
 
     def hash_pages(self, before: bytes, first: int, ids: NDArray[np.int32], pieces: Sequence[Piece]) -> list[bytes]:
         """The hashes of full pages of ``ids``, (n × page_size,), the first of which is number ``first``."""
@@ -220,8 +220,8 @@ class VLLM(Chain):
 
     def __init__(self, scheme: str, page_size: int, mode: str, seed: str, salt: str | None, lora: tuple[str, str] | None) -> None:
         super().__init__(scheme, page_size, mode, self.encoded_seed(seed), salt, lora)
-        self.salt_keys = () if salt is None else (("cache_salt", _own(salt)),)
-        self.lora_keys = () if lora is None else (("lora", _own(lora[0]), _own(lora[1])),)
+        self.salt_keys: tuple[tuple[str, str], ...] = () if salt is None else (("cache_salt", _own(salt)),)
+        self.lora_keys: tuple[tuple[str, str, str], ...] = () if lora is None else (("lora", _own(lora[0]), _own(lora[1])),)
 
     def encoded_seed(self, seed: str) -> bytes:
         """The hash before the first page."""

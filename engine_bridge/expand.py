@@ -106,7 +106,8 @@ class HostPens:
     __slots__ = ("_deltas", "_floats", "_history", "_input_ids", "_positions", "_ring", "_seq_lens", "_words", "lengths", "tables")
 
     def __init__(self, tables: HostTables) -> None:
-        self.tables = tables
+        self.tables: HostTables = tables
+        self.lengths: memoryview
         self.lengths, self._words, self._floats = [row.data for row in tables.state]
         self._ring = tables.history.shape[1]
         self._history = tables.history.reshape(-1).data

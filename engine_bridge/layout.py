@@ -99,19 +99,19 @@ class ExtendArea:
 
     def __init__(self, layout: ExtendLayout, words: NDArray[np.int32]) -> None:
         requests, runs = layout.max_requests, layout.max_runs
-        self.num_requests = 0
-        self.num_kinds = 0
-        self.header = words[:HEADER]
-        self.words_pen = bytes_of(words)
-        self.words = self.words_pen.cast("i")
-        self.cu_seqlens_q = words[layout.cu_seqlens_q :][: requests + 1]
-        self.seq_lens = words[layout.seq_lens :][:requests]
-        self.prefix_lens = words[layout.prefix_lens :][:requests]
-        self.req_slots = words[layout.req_slots :][:requests]
-        self.logits_indices = words[layout.logits_indices :][:requests]
-        self.deltas = words[layout.deltas :][:requests]
-        self.dst = words[layout.dst :][: runs + 1]
-        self.kind = words[layout.kind :][:runs]
-        self.fields = words[layout.fields :][: FIELDS * runs].reshape(FIELDS, runs)
-        self.payload = words[layout.payload :]
-        self.pen = bytes_of(self.payload)
+        self.num_requests: int = 0
+        self.num_kinds: int = 0
+        self.header: NDArray[np.int32] = words[:HEADER]
+        self.words_pen: memoryview = bytes_of(words)
+        self.words: memoryview = self.words_pen.cast("i")
+        self.cu_seqlens_q: NDArray[np.int32] = words[layout.cu_seqlens_q :][: requests + 1]
+        self.seq_lens: NDArray[np.int32] = words[layout.seq_lens :][:requests]
+        self.prefix_lens: NDArray[np.int32] = words[layout.prefix_lens :][:requests]
+        self.req_slots: NDArray[np.int32] = words[layout.req_slots :][:requests]
+        self.logits_indices: NDArray[np.int32] = words[layout.logits_indices :][:requests]
+        self.deltas: NDArray[np.int32] = words[layout.deltas :][:requests]
+        self.dst: NDArray[np.int32] = words[layout.dst :][: runs + 1]
+        self.kind: NDArray[np.int32] = words[layout.kind :][:runs]
+        self.fields: NDArray[np.int32] = words[layout.fields :][: FIELDS * runs].reshape(FIELDS, runs)
+        self.payload: NDArray[np.int32] = words[layout.payload :]
+        self.pen: memoryview = bytes_of(self.payload)

@@ -127,9 +127,9 @@ class TreePacks(Sequence[TreePack]):
     def __init__(self, packs: Sequence[TreePack], rows: tuple[Node, ...]) -> None:
         self._packs = tuple(packs)
         self.rows = rows
-        self.row_tokens = sum(row.stop for row in rows)
-        self.packed_tokens = sum(map(len, packs))
-        self.dedupe_ratio = self.row_tokens / self.packed_tokens if self.packed_tokens else 1.0
+        self.row_tokens: int = sum(row.stop for row in rows)
+        self.packed_tokens: int = sum(map(len, packs))
+        self.dedupe_ratio: float = self.row_tokens / self.packed_tokens if self.packed_tokens else 1.0
 
     @overload
     def __getitem__(self, index: int) -> TreePack: ...

@@ -41,7 +41,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from hashlib import sha256
-from typing import Any, Final, Literal, get_args, overload
+from typing import Any, ClassVar, Final, Literal, get_args, overload
 
 from engine_bridge.chains import VLLM, Chain, NanoVLLM, SGLang, VLLMCbor
 from engine_bridge.policies import committed
@@ -64,7 +64,7 @@ class PageHashes(Sequence[bytes]):
     """
 
     __slots__ = ("_all", "_chain", "_first", "_node", "_own")
-    __hash__ = None  # type: ignore[assignment]  # it is equal to lists
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]  # it is equal to lists
 
     def __init__(self, chain: Chain, node: Node | None, first: int, own: tuple[bytes, ...]) -> None:
         """``own``: hashes of the pages from number ``first`` on; the others end in ``node`` or above it."""

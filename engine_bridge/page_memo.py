@@ -31,7 +31,7 @@ class Memo(Generic[Value]):
 
     def __init__(self, limit: int) -> None:
         """``limit``: the room there is, in the unit of what is put."""
-        self.limit = limit
+        self.limit: int = limit
         self._young: dict[bytes, _Entry] = {}
         self._old: dict[bytes, _Entry] = {}
         self._held = 0  # by the young, those that died meanwhile counted

@@ -14,14 +14,14 @@ class Ring:
     """Staging areas of one size, the copy of them on the device, and what is launched to fill the outputs from it."""
 
     def __init__(self, words: int, depth: int, device: torch.device, pinned: bool) -> None:
-        self.depth = depth if pinned else 1
-        self.host = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(self.depth)]
+        self.depth: int = depth if pinned else 1
+        self.host: list[torch.Tensor] = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(self.depth)]
         self.areas: list[NDArray[np.int32]] = [host.numpy() for host in self.host]
-        self.device = torch.zeros(words, dtype=torch.int32, device=device) if pinned else self.host[0]
+        self.device: torch.Tensor = torch.zeros(words, dtype=torch.int32, device=device) if pinned else self.host[0]
         event: Any = torch.cuda.Event  # untyped; external: a graph records it as one of its own steps
-        self.events = [event(external=True) for _ in range(self.depth)] if pinned else []
+        self.events: list[Any] = [event(external=True) for _ in range(self.depth)] if pinned else []
         self.graphs: dict[tuple[int, int, int], Any] = {}
-        self.at = 0
+        self.at: int = 0
 
     def next(self) -> int:
         """The area to be written now, whose last copy is done. It is current when ``at`` says so."""

@@ -68,14 +68,14 @@ class InputStager:
     ) -> None:
         if dtype not in _DTYPES:
             raise TypeError(f"positions are {', '.join(map(str, _DTYPES))}, not {dtype}")
-        self.max_tokens = _capacity(max_tokens, "max_tokens")
-        self.max_requests = _capacity(max_requests, "max_requests")
-        self.max_runs = _capacity(4 * self.max_requests if max_runs is None else max_runs, "max_runs")
-        self.num_position_axes = _capacity(num_position_axes, "num_position_axes")
-        self.max_decode_width = _capacity(max_decode_width, "max_decode_width")
-        self.device = torch.device(device)
+        self.max_tokens: int = _capacity(max_tokens, "max_tokens")
+        self.max_requests: int = _capacity(max_requests, "max_requests")
+        self.max_runs: int = _capacity(4 * self.max_requests if max_runs is None else max_runs, "max_runs")
+        self.num_position_axes: int = _capacity(num_position_axes, "num_position_axes")
+        self.max_decode_width: int = _capacity(max_decode_width, "max_decode_width")
+        self.device: torch.device = torch.device(device)
         self.dtype = dtype
-        self.cuda_graph = bool(cuda_graph)
+        self.cuda_graph: bool = bool(cuda_graph)
         cuda = self.device.type == "cuda"
         depth = _capacity(depth, "depth")
         self._layout = layout = ExtendLayout.of(self.max_tokens, self.max_requests, self.max_runs, self.num_position_axes)
@@ -123,7 +123,7 @@ class InputStager:
         self._longest = np.zeros(requests, np.int64)  # since it was admitted: what lies further back is overwritten
         self._shortest = np.zeros(requests, np.int64)  # its length when it was admitted
         self._update_ring = Ring(HEADER + requests * (2 + self.max_decode_width), depth, self.device, cuda)
-        self.sampled_tokens = self._zeros(requests, self.max_decode_width, dtype=torch.int64)
+        self.sampled_tokens: torch.Tensor = self._zeros(requests, self.max_decode_width, dtype=torch.int64)
         self._counted = self._live.data, self._lengths.data, self._longest.data
         self._stamps = np.zeros(requests, np.int64)
         self._host = None if cuda else HostPens(HostTables(self._state.numpy(), self._history.numpy(), *self._decode.arrays()))

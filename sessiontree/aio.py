@@ -30,7 +30,7 @@ from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar
 from sessiontree.details import TailPolicy
 from sessiontree.draft import Draft
 from sessiontree.errors import StoreClosed
-from sessiontree.events import DEFAULT_CAPACITY, Event, Kind
+from sessiontree.events import DEFAULT_CAPACITY, Event, Kind, Subscription
 from sessiontree.heads import UNSET, Head
 from sessiontree.journal import Wait, waits_handed_over
 from sessiontree.locks import new_lock
@@ -63,7 +63,7 @@ class _Operation(Generic[R]):
         self._what = what
         self._then = then
         self._undo = undo
-        self.loop = asyncio.get_running_loop()
+        self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         self._future: asyncio.Future[None] = self.loop.create_future()
         self._result: R | None = None
         self._errors: list[BaseException] = []  # what it raised, until somebody takes it
@@ -306,38 +306,38 @@ class AsyncSession:
     __slots__ = ("_store", "session")
 
     def __init__(self, session: Session, store: AsyncStore) -> None:
-        self.session = session
+        self.session: Session = session
         self._store = store
 
-    append = _in_order(Session.append)
-    draft = _in_order(Session.draft)
-    adopt = _in_order(Session.adopt)
-    record = _in_order(Session.record)
-    truncate = _in_order(Session.truncate)
-    drop_last = _in_order(Session.drop_last)
-    replace = _in_order(Session.replace)
-    rewrite = _in_order(Session.rewrite)
-    linearize = _in_order(Session.linearize)
-    annotate = _in_order(Session.annotate)
-    set_head = _in_order(Session.set_head)
-    drop_head = _in_order(Session.drop_head)
-    pin = _in_order(Session.pin)
-    unpin = _in_order(Session.unpin)
-    drop = _in_order(Session.drop)
-    close = _in_order(Session.close)
-    refresh = _in_order(Session.refresh)
+    append: Final = _in_order(Session.append)
+    draft: Final = _in_order(Session.draft)
+    adopt: Final = _in_order(Session.adopt)
+    record: Final = _in_order(Session.record)
+    truncate: Final = _in_order(Session.truncate)
+    drop_last: Final = _in_order(Session.drop_last)
+    replace: Final = _in_order(Session.replace)
+    rewrite: Final = _in_order(Session.rewrite)
+    linearize: Final = _in_order(Session.linearize)
+    annotate: Final = _in_order(Session.annotate)
+    set_head: Final = _in_order(Session.set_head)
+    drop_head: Final = _in_order(Session.drop_head)
+    pin: Final = _in_order(Session.pin)
+    unpin: Final = _in_order(Session.unpin)
+    drop: Final = _in_order(Session.drop)
+    close: Final = _in_order(Session.close)
+    refresh: Final = _in_order(Session.refresh)
 
-    node = _reading(Session.node)
-    children = _reading(Session.children)
-    siblings = _reading(Session.siblings)
-    leaves = _reading(Session.leaves)
-    longest_prefix = _reading(Session.longest_prefix)
-    validate = _reading(Session.validate)
-    annotations = _reading(Session.annotations)
-    annotation = _reading(Session.annotation)
-    annotation_of_each = _reading(Session.annotation_of_each)
-    token_values = _reading(Session.token_values)
-    spans = _reading(Session.spans)
+    node: Final = _reading(Session.node)
+    children: Final = _reading(Session.children)
+    siblings: Final = _reading(Session.siblings)
+    leaves: Final = _reading(Session.leaves)
+    longest_prefix: Final = _reading(Session.longest_prefix)
+    validate: Final = _reading(Session.validate)
+    annotations: Final = _reading(Session.annotations)
+    annotation: Final = _reading(Session.annotation)
+    annotation_of_each: Final = _reading(Session.annotation_of_each)
+    token_values: Final = _reading(Session.token_values)
+    spans: Final = _reading(Session.spans)
 
     async def commit(
         self,
@@ -415,7 +415,7 @@ class AsyncSubscription:
 
         self._there = there
         self._events: deque[Event] = deque()
-        self.subscription = store.subscribe(capacity, kinds, notify=notify)
+        self.subscription: Subscription = store.subscribe(capacity, kinds, notify=notify)
 
     def __aiter__(self) -> Self:
         return self
@@ -473,15 +473,15 @@ class AsyncStore:
 
     def __init__(self, store: SessionStore, threads: int | _Threads = _THREADS) -> None:
         """``threads``: how many operations can be at the disk at a time. How many wait for a sync has no limit."""
-        self.store = store
+        self.store: SessionStore = store
         self._in_memory = store._journal is None
         self._threads = _Threads(threads) if isinstance(threads, int) else threads
 
-    open = classmethod(_opened(SessionStore.open))
-    connect = classmethod(_opened(SessionStore.connect))
+    open: Final = classmethod(_opened(SessionStore.open))
+    connect: Final = classmethod(_opened(SessionStore.connect))
 
-    create = _opening(SessionStore.create)
-    get = _opening(SessionStore.get)
+    create: Final = _opening(SessionStore.create)
+    get: Final = _opening(SessionStore.get)
 
     async def fork(self, session: AsyncSession | Session, node: Node | bytes, new_session_id: str) -> AsyncSession:
         """A session that holds the path of ``node``. See :meth:`SessionStore.fork`."""
@@ -492,18 +492,18 @@ class AsyncStore:
         """Forget a session and close it, after what was begun on it before. See :meth:`SessionStore.drop`."""
         await self._threads.do(partial(self.store.drop, session_id), f"drop of session {session_id!r}", session_id)
 
-    tick = _of_store(SessionStore.tick, _STORE)
-    alias_media = _of_store(SessionStore.alias_media, _STORE)
-    drop_alias = _of_store(SessionStore.drop_alias, _STORE)
+    tick: Final = _of_store(SessionStore.tick, _STORE)
+    alias_media: Final = _of_store(SessionStore.alias_media, _STORE)
+    drop_alias: Final = _of_store(SessionStore.drop_alias, _STORE)
 
-    adopt = _of_store(SessionStore.adopt)
-    sessions = _of_store(SessionStore.sessions)
-    gc = _of_store(SessionStore.gc)
-    evict = _of_store(SessionStore.evict)
-    put_features = _of_store(SessionStore.put_features)
-    get_features = _of_store(SessionStore.get_features)
-    drop_features = _of_store(SessionStore.drop_features)
-    aliased_media = _of_store(SessionStore.aliased_media)
+    adopt: Final = _of_store(SessionStore.adopt)
+    sessions: Final = _of_store(SessionStore.sessions)
+    gc: Final = _of_store(SessionStore.gc)
+    evict: Final = _of_store(SessionStore.evict)
+    put_features: Final = _of_store(SessionStore.put_features)
+    get_features: Final = _of_store(SessionStore.get_features)
+    drop_features: Final = _of_store(SessionStore.drop_features)
+    aliased_media: Final = _of_store(SessionStore.aliased_media)
 
     def subscribe(self, capacity: int = DEFAULT_CAPACITY, kinds: Iterable[Kind] | None = None) -> AsyncSubscription:
         """Be told what happens in the store from now on, in order. See :meth:`SessionStore.subscribe`."""

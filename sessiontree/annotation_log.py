@@ -57,10 +57,10 @@ class AnnotationLog:
         source: AnnotationSource | None = None,
         tip: Node | None = None,
     ) -> None:
-        self.base = base
-        self.base_count = base_count
-        self.source = source
-        self.tip = tip
+        self.base: AnnotationLog | None = base
+        self.base_count: int = base_count
+        self.source: AnnotationSource | None = source
+        self.tip: Node | None = tip
         self._busy = False  # somebody is adding to it; whoever comes in between on the same thread leaves it alone
         self._lock = new_lock()
         self._said: list[Said] = []

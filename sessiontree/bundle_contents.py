@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from sessiontree import codec
 from sessiontree.backends.blobs import content_digest, read_arrays
 from sessiontree.backends.bundle_file import BundleFile
+from sessiontree.backends.frames import Entries
 from sessiontree.backends.system import System
 from sessiontree.digest import ID_BYTES
 from sessiontree.errors import CorruptTree, Unsupported
@@ -113,15 +114,16 @@ class Contents:
     def __init__(self, file: BundleFile, path: str) -> None:
         self.file = file
         self.path = path
-        self.entries = entries = file.entries()
+        entries = file.entries()
+        self.entries: Entries = entries
         self._read = file.reader()
         kinds = entries["kind"]
         ranks = np.array([_ORDER.get(kind, -1) for kind in range(256)])[kinds]
         if len(kinds) and (ranks.min() < 0 or (np.diff(ranks) < 0).any() or kinds[0] == codec.NODE):
             raise self.wrong("its records are not those of a bundle, in their order")
-        self.nodes = int(np.count_nonzero(kinds == codec.NODE))
+        self.nodes: int = int(np.count_nonzero(kinds == codec.NODE))
         self._ids = bytearray(entries["id"].tobytes())
-        self.parents = array("q", bytes(8 * len(entries)))
+        self.parents: array[int] = array("q", bytes(8 * len(entries)))
         self.sessions: list[codec.SessionRecord] = []
         self.rules: list[PositionScheme] = []
         self.starts: list[int] = np.flatnonzero(kinds == codec.SESSION).tolist()
@@ -133,11 +135,11 @@ class Contents:
             self._session(start, stop)
         if len({record.session_id for record in self.sessions}) < len(self.sessions):
             raise self.wrong("a session stands in it twice")
-        self.said = self._annotations(np.flatnonzero(kinds == codec.ANNOTATION))
+        self.said: list[range] = self._annotations(np.flatnonzero(kinds == codec.ANNOTATION))
         self.features: dict[bytes, list[int]] = {}
         for place in np.flatnonzero(kinds == FEATURES).tolist():
             self._piece(place)
-        self.aliases = [self._alias(place) for place in np.flatnonzero(kinds == codec.ALIAS).tolist()]
+        self.aliases: list[codec.AliasRecord] = [self._alias(place) for place in np.flatnonzero(kinds == codec.ALIAS).tolist()]
         self.pins: list[list[int]] = [[] for _ in self.sessions]
         for place in np.flatnonzero(kinds == codec.PIN).tolist():
             self._pin(place)

@@ -67,7 +67,8 @@ class UnknownHead(SessionTreeError, KeyError):
 
     name: str
 
-    __str__ = Exception.__str__  # KeyError would show the repr of the message
+    def __str__(self) -> str:  # KeyError would show the repr of the message
+        return Exception.__str__(self)
 
 
 class UnknownAlias(SessionTreeError, KeyError):
@@ -75,7 +76,8 @@ class UnknownAlias(SessionTreeError, KeyError):
 
     alias: str
 
-    __str__ = Exception.__str__
+    def __str__(self) -> str:
+        return Exception.__str__(self)
 
 
 class UnknownScheme(SessionTreeError):

@@ -132,17 +132,17 @@ class Feed:
 
     def __init__(self) -> None:
         self._inbox: deque[Batch] = deque()
-        self.put = self._inbox.append
+        self.put: Callable[[Batch], None] = self._inbox.append
         self._lock = new_lock()
         # The thread that passes on or reads, for writers to leave it to that one. The lock is what counts: without a GIL, two
         # that look at the same time may wait for each other for as long as one takes.
         self._leader = 0
         self._sinks: tuple[ref[Any], ...] = ()
         self._closed = False
-        self.due = False  # some sink may have to be woken
+        self.due: bool = False  # some sink may have to be woken
         self.wanted: frozenset[str] = frozenset()
         self.meter: Meter | None = None
-        self.lost = 0
+        self.lost: int = 0
         _feeds.add(self)
 
     @property

@@ -234,7 +234,7 @@ class FeatureStore:
         if budget < 0:
             raise OutOfRange(f"budget_bytes is {shown(budget)}, below 0", value=budget, limit=0)
         self._budget_bytes = budget
-        self.files = files
+        self.files: FeatureFiles | None = files
         self._lock = new_lock()
         self._closed = False
         self._kept: OrderedDict[tuple[Any, ...], Features] = OrderedDict()  # the longest unused first

@@ -159,11 +159,11 @@ class HeadMap(Heads):
         recent: dict[str, Head | Dropped],
         count: int,
     ) -> None:
-        self.base = base
-        self.base_bytes = base_bytes
-        self.since = since
-        self.line = line
-        self.recent = recent
+        self.base: dict[str, Head | StoredHead] = base
+        self.base_bytes: int = base_bytes
+        self.since: int = since
+        self.line: object = line
+        self.recent: dict[str, Head | Dropped] = recent
         self._count = count
 
     def moved(self, name: str, change: Head | Dropped) -> HeadMap:

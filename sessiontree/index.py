@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator
 from sys import getsizeof
 from threading import get_ident
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sessiontree.locks import new_lock
 from sessiontree.memory import INT_BYTES, Ledger
@@ -75,15 +75,15 @@ class NodeIndex:
         tip: Node | None = None,
         tip_source: NodeIndex | None = None,
     ) -> None:
-        self.root = root
-        self.limits = limits
-        self.base = base
-        self.tip = tip
-        self.base_count = base_count if tip is None else tip.depth + 1
+        self.root: Node = root
+        self.limits: Limits = limits
+        self.base: NodeIndex | None = base
+        self.tip: Node | None = tip
+        self.base_count: int = base_count if tip is None else tip.depth + 1
         self.layers: int = 0 if base is None else base.layers + 1
-        self.lock = new_lock()
-        self.busy = False
-        self.writer = object()
+        self.lock: Final = new_lock()
+        self.busy: bool = False
+        self.writer: object = object()
         self.nodes: list[Node] = []
         self.by_id: dict[bytes, int] = {}  # bytes and ints only: the garbage collector never walks it
         self.by_key: dict[bytes, int] = {}

@@ -81,6 +81,11 @@ def _with_prefixes(records: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
 class Columns:
     """What the log knows of its records, as one array a field: to look at one field of all takes a pass over that field alone."""
 
+    kinds: NDArray[np.uint8]
+    sessions: NDArray[np.uint32]
+    ordinals: NDArray[np.uint32]
+    parents: NDArray[np.uint32]
+
     def __init__(self, entries: NDArray[Any], lease: Lease | None = None) -> None:
         self.entries = entries
         self.lease = lease  # without which the records may be gone
@@ -248,9 +253,9 @@ class SessionNodes:
         self._log = log
         self._columns = columns
         self._places = places
-        self.missing = int(np.count_nonzero(places == MISSING))
-        self.lenient = bool(log.damaged)
-        self.shared = log.costly
+        self.missing: int = int(np.count_nonzero(places == MISSING))
+        self.lenient: bool = bool(log.damaged)
+        self.shared: bool = log.costly
         self._asked = 0
         self._by_id: tuple[NDArray[np.uint64], NDArray[np.int64]] | None = None
         self._by_parent: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
@@ -529,8 +534,8 @@ class Journal:
     ) -> None:
         self.path = path
         self._strict = strict
-        self.follows = log.read_only
-        self.waits = log.durability == "commit"
+        self.follows: bool = log.read_only
+        self.waits: bool = log.durability == "commit"
         self._sound = not log.damaged
         self.identity: bytes | None = None  # of the store, where it can be written to
         self._log = log
@@ -539,7 +544,7 @@ class Journal:
         self._held = held
         self._lock = new_lock()
         self._dropping = new_lock()
-        self.drops = 0  # so far, and perhaps some that failed
+        self.drops: int = 0  # so far, and perhaps some that failed
         self._underway: list[tuple[int, tuple[bytes, ...]]] = []  # ids of nodes that may not be durable, by what to wait for
         self._ids: dict[str, int] = {}  # numbers of sessions that were found or made, by id
         self._listed: dict[int, str | None] = {}  # ids of the sessions that the log was seen to hold; None: it is damaged

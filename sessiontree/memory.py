@@ -113,8 +113,8 @@ class Ledger:
     __slots__ = ("_grown", "_lock", "count", "nbytes")
 
     def __init__(self) -> None:
-        self.count = 0
-        self.nbytes = 0
+        self.count: int = 0
+        self.nbytes: int = 0
         self._grown: dict[int, tuple[Extent, int]] = {}  # extents that more than one node wrote to; what was counted for the first
         self._lock = new_lock()
 

@@ -97,12 +97,12 @@ class _Line:
     __slots__ = ("digests", "extent", "forks", "grown", "media", "number", "parent", "start")
 
     def __init__(self, number: int, parent: _Line | None, start: int, extent: Extent, forks: int = 0) -> None:
-        self.number = number
-        self.parent = parent
-        self.start = start
-        self.extent = extent
-        self.forks = forks
-        self.grown = array("Q")
+        self.number: int = number
+        self.parent: _Line | None = parent
+        self.start: int = start
+        self.extent: Extent = extent
+        self.forks: int = forks
+        self.grown: array[int] = array("Q")
         self.media: list[Placeholders] = []
         self.digests: dict[int, bytes] = {}
 
@@ -188,7 +188,7 @@ class PrefixIndex:
         self._numbers = numbers
         self.nodes: list[Node] = []
         if base is None:
-            self.first = tip.depth + 1
+            self.first: int = tip.depth + 1
             self._path = _Path(tip)
             self._below: _Layers = ()
             self._first_line = 1

@@ -77,7 +77,7 @@ class SharedJournal(Journal):
         tenant: str | None,
         read_only: bool,
     ) -> None:
-        self.shared = SharedLog(backend, cache_bytes=cache_bytes, read_only=read_only)
+        self.shared: SharedLog = SharedLog(backend, cache_bytes=cache_bytes, read_only=read_only)
         self.backend = backend
         self._tenant = tenant
         super().__init__(self.shared, backend.where, features, paths, held)

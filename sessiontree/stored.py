@@ -183,7 +183,7 @@ class StoredIndex(NodeIndex):
 
     def __init__(self, root: Node, limits: Limits, source: NodeSource, held: HeldNodes, *, tip: Node | None = None) -> None:
         super().__init__(root, limits, tip=tip)
-        self.source = source
+        self.source: NodeSource = source
         self.told: object = None
         self._known: WeakValueDictionary[int, Node] = WeakValueDictionary()
         self._held = held

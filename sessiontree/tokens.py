@@ -56,7 +56,8 @@ class Position(int):
     def __add__(self, other: Any) -> Any:
         return _position(int.__add__(self, other))
 
-    __radd__ = __add__
+    def __radd__(self, other: Any) -> Any:
+        return _position(int.__add__(self, other))
 
     def __sub__(self, other: Any) -> Any:
         apart = int.__sub__(self, other)
@@ -178,12 +179,12 @@ class Extent:
     __slots__ = ("__weakref__", "_pen", "buffer", "end", "origin", "parent", "paths", "writer")
 
     def __init__(self, writer: object, parent: Extent | None, origin: int, data: bytes, paths: PathCache) -> None:
-        self.writer = writer
-        self.parent = parent
-        self.origin = origin
-        self.end = origin + len(data) // TOKEN_BYTES
-        self.paths = paths
-        self.buffer = data
+        self.writer: object = writer
+        self.parent: Extent | None = parent
+        self.origin: int = origin
+        self.end: int = origin + len(data) // TOKEN_BYTES
+        self.paths: PathCache = paths
+        self.buffer: bytes = data
         self._pen: memoryview | None = None  # none until there is something to write behind the first tokens
 
     def append(self, data: bytes) -> None:
@@ -281,7 +282,7 @@ class PathCache:
         budget = as_index(budget_bytes, "path_cache_bytes")
         if budget < 0:
             raise OutOfRange(f"path_cache_bytes is {shown(budget)}, below 0", value=budget, limit=0)
-        self.budget_bytes = budget
+        self.budget_bytes: int = budget
         self._lock = new_lock()
         self._cleared = False  # whether everything is to be dropped before anything else is done
         self._held = 0

@@ -526,7 +526,11 @@ def test_turns_that_have_tokens_alone_need_a_decoder(tmp_path: Path) -> None:
         draft.extend([111, 107])
         draft.commit("stop")
     report = export_file(store, tmp_path / "a.jsonl", "openai")
-    assert [loss.count for loss in report.lost] == [2]
+    assert {loss.what: loss.count for loss in report.lost} == {
+        "the words of turns that have tokens alone: no tokenizer was given": 2,
+        "token ids": 2,
+        "why turns ended": 1,
+    }
     export_file(store, tmp_path / "b.jsonl", "openai", decode=lambda ids: "".join(map(chr, ids)))
     (line,) = (tmp_path / "b.jsonl").read_text().splitlines()
     assert json.loads(line) == {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]}
@@ -603,6 +607,29 @@ def test_formats_that_hold_one_conversation_make_a_folder_and_read_one(tmp_path:
     assert sorted(os.listdir(tmp_path / "out")) == ["x%2F...one", "y.one", "z.one"] and len(report.files) == 3
     assert import_file(other, tmp_path / "out", form).session_ids == ("x/..", "y", "z")
     assert import_file(other, tmp_path / "out", form).known == 3, "their files are as they were"
+
+
+def test_no_two_sessions_are_written_to_one_file(tmp_path: Path) -> None:
+    """Also where their names are long, and alike for long, in letters that are three each in the name of a file."""
+    store = SessionStore.in_memory()
+    names = [f"{'北京旅行计划' * 9}{number}" for number in range(3)]
+    for name in names:
+        session = store.create(name, scheme="text@hf5")
+        append_messages(store, session, session.root, [{"role": "user", "content": name}])
+    report = export_file(store, tmp_path / "out", "pi")
+    assert len(set(report.files)) == 3 and {Path(each).name for each in report.files} == set(os.listdir(tmp_path / "out"))
+    other = SessionStore.in_memory()
+    import_file(other, tmp_path / "out", "pi")
+    assert sorted(other.sessions()) == names
+
+
+def test_files_of_a_folder_do_not_share_names(tmp_path: Path) -> None:
+    for name in ("a/train.jsonl", "b/train.jsonl", "chat.2024.jsonl", "chat.2025.jsonl"):
+        (tmp_path / "all" / name).parent.mkdir(parents=True, exist_ok=True)
+        jsonl(tmp_path / "all" / name, [{"messages": [{"role": "user", "content": name}]}])
+    store = SessionStore.in_memory()
+    report = import_file(store, tmp_path / "all", "openai")
+    assert report.session_ids == ("a/train-1", "b/train-1", "chat.2024-1", "chat.2025-1") and report.added == 4
 
 
 def test_names_of_formats(tmp_path: Path) -> None:
@@ -697,10 +724,14 @@ ROOT = Path(__file__).parent.parent
 
 
 def an_export(folder: Path) -> None:
-    """A ChatGPT export of one conversation, four questions and answers."""
+    """A ChatGPT export of two conversations, four questions and answers each; one is the "Trip to Rome"."""
     store = SessionStore.in_memory()
-    import_file(store, jsonl(folder / "said.jsonl", conversations(1, 8)), "openai")
+    import_file(store, jsonl(folder / "said.jsonl", conversations(2, 8)), "openai")
     export_file(store, folder / "conversations.json", "chatgpt")
+    trip, other = json.loads((folder / "conversations.json").read_text())
+    names = {"id": "cbef4763-0000-4000-8000-000000000001", "conversation_id": "cbef4763-0000-4000-8000-000000000001"}
+    made = [trip | names | {"title": "Trip to Rome"}, other | {"title": "Something else"}]
+    (folder / "conversations.json").write_text(json.dumps(made))
 
 
 def test_the_python_of_the_page_forks_at_the_third_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -714,6 +745,32 @@ def test_the_python_of_the_page_forks_at_the_third_answer(tmp_path: Path, monkey
     assert contents == ["0 0", "0 1", "0 2", "0 3", "0 4", "0 5", "And by train?"]
 
 
+def test_a_title_names_its_session_and_a_key_its_node(tmp_path: Path) -> None:
+    an_export(tmp_path)
+    chats = str(tmp_path / "chats")
+    name = "cbef4763-0000-4000-8000-000000000001"
+    assert run("import", chats, str(tmp_path / "conversations.json"), "--format", "chatgpt").exit_code == 0
+    assert run("fork", chats, f"{name}/main", "another").exit_code == 0
+    assert [each["title"] for each in json.loads(run("ls", chats, "--json").stdout)["sessions"]] == [
+        "Trip to Rome",
+        "Something else",
+        None,  # a fork has the name that it was given
+    ]
+    assert "'Trip to Rome'" in run("ls", chats).stdout
+    store = SessionStore.open(chats, read_only=True)
+    third = [node for node in store.get(name).heads["main"].path() if node.role == "assistant"][2]
+    for place in (f"Trip to Rome/{third.id.hex()[:8]}", f"Trip to Rome/{third.key}", f"{name}/{third.key}", f"Trip/{third.key}"):
+        assert json.loads(run("show", chats, place, "--json").stdout)["id"] == third.id.hex()
+    refused = run("log", chats, "Trip to Athens")
+    assert (refused.exit_code, refused.stdout) == (2, "") and "Trip to Athens" in refused.stderr
+    twice = tmp_path / "twice.json"
+    made = json.loads((tmp_path / "conversations.json").read_text())
+    twice.write_text(json.dumps([made[0] | {"conversation_id": "twin", "id": "twin"}]))
+    assert run("import", chats, str(twice), "--format", "chatgpt").exit_code == 0
+    refused = run("log", chats, "Trip to Rome")
+    assert refused.exit_code == 2 and name in refused.stderr and "twin" in refused.stderr
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/interchange.md"])
 def test_the_commands_of_the_page_do_what_it_says(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     an_export(tmp_path)
@@ -721,9 +778,7 @@ def test_the_commands_of_the_page_do_what_it_says(page: str, tmp_path: Path, mon
     (block,) = [each for each in re.findall(r"```sh\n(.*?)```", (ROOT / page).read_text(), re.DOTALL) if "chatgpt" in each]
     third = ""
     for line in block.splitlines():
-        command = shlex.split(line, comments=True)[1:]
-        (name,) = [*SessionStore.open("chats", read_only=True).sessions()[:1]] if os.path.isdir("chats") else [""]
-        command = [each.replace("Trip to Rome", name).replace("3f2a", third) for each in command]
+        command = [each.replace("3f2a", third) for each in shlex.split(line, comments=True)[1:]]
         done = run(*command)
         assert done.exit_code == 0, (line, done.stderr)
         if command[0] == "log":
@@ -798,6 +853,60 @@ def test_every_format_is_written_as_every_other(name: str, target: str, tmp_path
         said = {text_of_message(node) for node in path} - {""}
         came = "\n".join(text_of_message(node) for each in report.session_ids for node in walk(other.get(each)))
         assert all(text in came for text in said if target != "sharegpt" or text.strip() in came)
+
+
+#: Formats whose files say what each turn is called, so that turns of others keep their names too.
+NAMES_TURNS = ("chatgpt", "claude-code", "pi")
+
+
+def forked(store: SessionStore, where: float) -> None:
+    """A fork of each session, somewhere on its longest path, that goes on otherwise; and so does what it was forked from."""
+    for name in store.sessions():
+        session = store.get(name)
+        path = max(session.leaves(), key=lambda leaf: leaf.depth).path()
+        if len(path) < 3:
+            continue
+        at = path[int(where * len(path))]
+        fork = store.fork(session, at, f"fork of {name}")
+        messages = [{"role": "user", "content": "And by train?"}, {"role": "assistant", "content": "It is slower."}]
+        fork.set_head("main", append_messages(store, fork, fork.node(at.id), messages))
+        append_messages(store, session, at, [{"role": "user", "content": "And by sea?"}])
+
+
+@pytest.mark.parametrize("where", [0.3, 0.6, 0.99])
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_forks_are_conversations_of_their_own(name: str, where: float, tmp_path: Path) -> None:
+    """No two of a file have one name; read again, beside what they were forked from, none changes the other."""
+    form, store, other = format_named(name), SessionStore.in_memory(), SessionStore.in_memory()
+    import_file(store, GOLDEN / SOURCES[name], form)
+    forked(store, where)
+    out = tmp_path / f"out{'.zip' if name == 'chatgpt' else Path(SOURCES[name]).suffix}"
+    export_file(store, out, form)
+    if name == "sharegpt":
+        shutil.copytree(GOLDEN / "sharegpt" / "pictures", tmp_path / "pictures")
+    assert not import_file(other, out, form).faults
+    forks = [each for each in store.sessions() if each.startswith("fork of")]
+    assert forks
+    for each in forks:
+        tip = store.get(each).heads["main"]
+        if name in NAMES_TURNS:
+            for one in (each, each.removeprefix("fork of ")):
+                assert {node.id for node in walk(store.get(one))} <= {node.id for node in walk(other.get(one))}
+            assert other.get(each).heads["main"].id == tip.id
+        if name not in ("openai", "sglang"):  # where what is new has another name
+            came = other.get(each).heads["main"].path()
+            assert [text for node in came if (text := text_of_message(node).strip())] == [
+                text for node in tip.path() if (text := text_of_message(node).strip())
+            ]
+    everything = "\n".join(text_of_message(node) for each in other.sessions() for node in walk(other.get(each)))
+    assert everything.count("And by train?") >= len(forks) and everything.count("And by sea?") >= len(forks)
+    before = {each: store.get(each).heads["main"].id for each in forks}
+    if name == "atif":  # the fork's last prompt is said no more, so a turn of it has other ids
+        return
+    report = import_file(store, out, form)
+    assert not report.faults and {each: store.get(each).heads["main"].id for each in forks} == before
+    if name in NAMES_TURNS:
+        assert report.added == 0 and report.heads_kept == 0
 
 
 def walk(session: Any) -> Any:

@@ -169,7 +169,7 @@ class Layout:
         self._table = torch.from_numpy(np.empty((scheme.num_axes, 1024), scheme.dtype))
         self._items: list[tuple[Any, bool]] = []  # and whether all share the object
         self.node: Node | None = None  # the deepest node of the path that is known to be laid out here
-        self.stop = 0
+        self.stop: int = 0
 
     def behind(self, node: Node, length: int) -> Layout:
         """One that holds what this has of the first ``length`` tokens of a path, at least none: this, or a copy."""

@@ -55,7 +55,7 @@ from sessiontree.tokens import token_array, token_bytes
 
 __all__ = ["SessionTreeController", "TreeSession"]
 
-logger = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 #: Fields of a request that its ``Req`` gets as they are, under the same name.
 CARRIED: Final = (
@@ -166,7 +166,7 @@ class SessionTreeController:
             "reserve_output": option(reserve_output, "reserve_output", 0),
             "model_fingerprint": option(model_fingerprint, "model_fingerprint", ""),
         }
-        self.now = -math.inf
+        self.now: float = -math.inf
         self._last_reap = -math.inf
         self.sessions: dict[str, TreeSession] = {}
         for session_id in self.store.sessions():
@@ -299,12 +299,12 @@ class TreeSession:
     ) -> None:
         self.controller = controller
         self.tree = tree
-        self.session_id = tree.id
+        self.session_id: str = tree.id
         self.capacity_of_str_len = capacity_of_str_len
         self.streaming = streaming
         self.timeout = timeout
         self.close_on_finish = False
-        self.last_active_time = controller.now
+        self.last_active_time: float = controller.now
         self.model: dict[str, Any] = _said(tree, _MODEL)  # token ids of MultimodalInputs, from the first turn that says them
         self.engine_items: dict[Any, Any] = {}  # SGLang's, with their features, by content
         self._attempts: WeakValueDictionary[str, Attempt] = WeakValueDictionary()
@@ -570,13 +570,13 @@ class Attempt:
         recorded: dict[str, Any],
         forgets: tuple[str, ...],
     ) -> None:
-        self.session = session
-        self.rid = rid
-        self.prompt = prompt
+        self.session: TreeSession = session
+        self.rid: str = rid
+        self.prompt: PendingPrompt = prompt
         self.awaited = awaited  # tokens of its turn, as long as their media are still to come
-        self.engine_items = engine_items  # by content, of turns that are no nodes yet
-        self.recorded = recorded
-        self.forgets = forgets  # heads that end with its success
+        self.engine_items: dict[Any, tuple[MediaItem, Any]] = engine_items  # by content, of turns that are no nodes yet
+        self.recorded: dict[str, Any] = recorded
+        self.forgets: tuple[str, ...] = forgets  # heads that end with its success
         self.layout: Layout | None = None  # where it has media
         self.model: dict[str, Any] = {}  # what its media say of the model
         self.request: ref[Any] | None = None

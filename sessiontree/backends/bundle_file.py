@@ -184,7 +184,7 @@ class BundleFile:
     read_only = True
     failed = False
     leading = False
-    lag = (0, 0)
+    lag: tuple[int, int] = (0, 0)
     damaged: tuple[tuple[int, int, int], ...] = ()
     losses: tuple[tuple[int, int, int], ...] = ()
     first = SEGMENT
@@ -196,12 +196,11 @@ class BundleFile:
         self._system = system
         try:
             self._fd = system.open(path, os.O_RDONLY)
-            self.size = size = system.size(self._fd)
+            self.size: int = system.size(self._fd)
             store, start, packed = self._identify(system.pread(self._fd, _LONGEST_LINE, 0))
-            self.compressed = packed is not None
+            self.compressed: bool = packed is not None
             self._keys = Keys.of(store)
-            if packed is not None:
-                size = self._expand(start, packed, max_bytes)
+            size = self.size if packed is None else self._expand(start, packed, max_bytes)
             rows = self._walk(start, size, entry_of)
         except OSError as error:
             self.close()

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,14 @@ try:  # the same CRC-32, nine times as fast
 except ImportError:
     import zlib  # type: ignore[no-redef]
 
-crc32 = zlib.crc32
+
+class Crc32(Protocol):
+    """The CRC-32 of bytes that follow those whose CRC-32 is ``value``."""
+
+    def __call__(self, data: bytes | memoryview, value: int = 0, /) -> int: ...
+
+
+crc32: Crc32 = zlib.crc32
 
 Entries = npt.NDArray[np.void]
 

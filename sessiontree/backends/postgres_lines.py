@@ -60,7 +60,7 @@ class Line(psycopg.Connection[tuple[Any, ...]]):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.patience = 60.0
+        self.patience: float = 60.0
         self._names: dict[str, bytes] = {}
         self._asked: set[str] = set()
 
@@ -149,6 +149,7 @@ class Server:
     """
 
     def __init__(self, url: str, scope: uuid.UUID, read_only: bool, seconds: float) -> None:
+        self.where: str
         self.where, given = _described(url)
         self.read_only = read_only
         self.seconds = seconds

@@ -69,10 +69,10 @@ class Scan:
         self._entry_of = entry_of
         self._strict = strict
         self._first = base.segment
-        self.at = End(sequence=base.sequence)
-        self.synced = max(base.sequence, base.synced)
-        self.torn = 0  # bytes after the last frame that are no frame
-        self.sealed = False  # nothing may be appended to the last segment
+        self.at: End = End(sequence=base.sequence)
+        self.synced: int = max(base.sequence, base.synced)
+        self.torn: int = 0  # bytes after the last frame that are no frame
+        self.sealed: bool = False  # nothing may be appended to the last segment
         self.damaged: list[tuple[int, int, int]] = []
         self.reasons: list[str] = []  # of each
         self.harmless: list[bool] = []  # of each: whether every record that was there is known and whole

@@ -54,8 +54,12 @@ class SealedSessions:
 
     def __init__(self, sessions: Sessions) -> None:
         self.inner = sessions
-        self.draw, self.find, self.names = sessions.draw, sessions.find, sessions.names
-        self.tips, self.all, self.remove = sessions.tips, sessions.all, sessions.remove
+        self.draw: Final = sessions.draw
+        self.find: Final = sessions.find
+        self.names: Final = sessions.names
+        self.tips: Final = sessions.tips
+        self.all: Final = sessions.all
+        self.remove: Final = sessions.remove
 
     def create(self, new: NewSession) -> Literal["made", "taken", "dropped"]:
         refs = _sealed_refs(new.refs)

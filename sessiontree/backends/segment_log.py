@@ -175,8 +175,8 @@ class Lease:
     __slots__ = ("__weakref__", "_fd", "_system", "first", "records")
 
     def __init__(self, system: System, base: Base, fd: int = -1) -> None:
-        self.first = base.segment
-        self.records = base.records
+        self.first: int = base.segment
+        self.records: int = base.records
         self._system = system
         self._fd = fd
 
@@ -255,7 +255,7 @@ class SegmentLog:
         self._failure: tuple[str, OSError] | None = None
         self._table = _Table()
         self._base = NO_BASE
-        self.lease = Lease(system, NO_BASE)  # of what entries() shows
+        self.lease: Lease = Lease(system, NO_BASE)  # of what entries() shows
         self._cut = 0  # how many entries there were when it was cut
         self._before: list[ref[Lease]] = []  # of what it showed before
         self._litter = True  # there may be files of what it showed before
@@ -274,7 +274,7 @@ class SegmentLog:
         self._scan: Scan | None = None
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self.recovered_bytes = 0
+        self.recovered_bytes: int = 0
         self.damaged: tuple[tuple[int, int, int], ...] = ()
         self.losses: tuple[tuple[int, int, int], ...] = ()
 

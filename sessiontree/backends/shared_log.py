@@ -59,12 +59,13 @@ class Known:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.version = -1  # of what follows; before it was looked at
-        self.removals = self.drops = 0
-        self.gone = False
-        self.record = b""
+        self.version: int = -1  # of what follows; before it was looked at
+        self.removals: int = 0
+        self.drops: int = 0
+        self.gone: bool = False
+        self.record: bytes = b""
         self.refs: dict[bytes, bytes] = {}
-        self.last = 0  # the last ordinal
+        self.last: int = 0  # the last ordinal
         self.pending: int | None = None  # the version of the session in hand, with all that is in line
         self.told = 0  # the last ordinal that the session in hand has put in line
         self.seen = 0  # drops that the session in hand knows of
@@ -194,7 +195,7 @@ class RecordCache:
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
-        self.held_bytes = 0
+        self.held_bytes: int = 0
         self._records: OrderedDict[Place, bytes] = OrderedDict()
         self._lock = new_lock()
 
@@ -237,7 +238,7 @@ class SharedLog:
     def __init__(self, backend: Backend, *, cache_bytes: int, read_only: bool) -> None:
         self.backend = backend
         self.read_only = read_only
-        self.cache = RecordCache(cache_bytes)
+        self.cache: RecordCache = RecordCache(cache_bytes)
         self._known: OrderedDict[int, Known] = OrderedDict()
         self._line: dict[int, _Write] = {}  # by number, in order; also what is being written
         self._lock = new_lock()  # of all that is here

@@ -37,7 +37,7 @@ class _Commands(TyperGroup):
             raise
 
 
-app = typer.Typer(
+app: Final = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     rich_markup_mode=None,

@@ -26,7 +26,7 @@ from sessiontree.cli.shape import Shape
 from sessiontree.cli.words import Words
 from sessiontree.digest import ID_BYTES, pack
 from sessiontree.errors import CorruptTree, UnknownNode
-from sessiontree.interchange import message_of, text_of
+from sessiontree.interchange import message_of, text_of, title_of
 from sessiontree.media import MediaItem
 from sessiontree.node import Node
 from sessiontree.positions import MODES
@@ -79,6 +79,7 @@ class Viewed:
         self._unread = 0  # of how many nodes that could not be read
         self._changes = 0  # of what is said
         self._stamp: Any = None
+        self.mark: str = ""
         self._items: dict[str, tuple[Node, MediaItem]] = {}
         self.refresh()
 
@@ -213,6 +214,7 @@ class Viewed:
         return {
             "session": {
                 "id": session.id,
+                "title": title_of(session),
                 "scheme": session.scheme.name,
                 "scheme_params": _exact(plain(dict(session.scheme.params))),
                 "axes": _axes(session.scheme.num_axes),

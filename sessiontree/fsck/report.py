@@ -132,17 +132,17 @@ class Examined:
         self._orphans: defaultdict[_Cause, list[int]] = defaultdict(list)
         is_node = survey.rows["kind"] == codec.NODE
         #: Nodes that cannot be read, damaged themselves or behind what is.
-        self.lost = {number for number in survey.bad if is_node[number]}
+        self.lost: set[int] = {number for number in survey.bad if is_node[number]}
         for number in np.flatnonzero(is_node & (survey.parents == NONE) & ~survey.aside).tolist():
             if number not in self.lost:
                 _, session, _, parent = survey.rows[number].item()[:4]
                 self._orphans[self._cause(session, parent)].append(number)
         #: Sessions that were dropped; what stays of them is there for forks.
-        self.dropped = {number for number, ordinals in survey.drops.items() if 0 in ordinals}
+        self.dropped: set[int] = {number for number, ordinals in survey.drops.items() if 0 in ordinals}
         self._explained: set[_Cause] = set()
         self._gone_moves = {number: self._move_of(number) for number in survey.gone if survey.rows["kind"][number] == codec.HEAD}
-        self.damaged = (*self._files(), *self._stretches(), *self._bad_records(), *self._bad_features())
-        self.dangling = (
+        self.damaged: tuple[Damage, ...] = (*self._files(), *self._stretches(), *self._bad_records(), *self._bad_features())
+        self.dangling: tuple[Finding, ...] = (
             *self._dangling_nodes(),
             *self._dangling_forks(),
             *self._dangling_heads(),

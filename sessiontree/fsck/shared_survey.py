@@ -102,8 +102,8 @@ class SharedSurvey:
         self.contents: defaultdict[str, list[bytes]] = defaultdict(list)  # ids of the nodes that name each
         self.identities: set[bytes] = set()
         self.aliases: list[codec.AliasRecord] = []
-        self.alias_bytes = 0
-        self.unknown = 0  # records of a later version
+        self.alias_bytes: int = 0
+        self.unknown: int = 0  # records of a later version
         self.features: dict[str, dict[str, int]] = {}  # bytes of the blobs of each content
         self.strays: list[str] = []
         names = dict(backend.sessions.names())

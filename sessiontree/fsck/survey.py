@@ -129,12 +129,12 @@ class Held:
     __slots__ = ("first", "number", "path", "record", "row", "rules", "tip")
 
     def __init__(self, row: int, record: codec.SessionRecord, rules: PositionScheme | None, tip: int, first: int | None) -> None:
-        self.row = row  # the number of its record
-        self.number = record.session
-        self.record = record
-        self.rules = rules
-        self.tip = tip
-        self.first = first
+        self.row: int = row  # the number of its record
+        self.number: int = record.session
+        self.record: codec.SessionRecord = record
+        self.rules: PositionScheme | None = rules
+        self.tip: int = tip
+        self.first: int | None = first
         self.path: dict[int, int] = {}  # those nodes of the tip's path that were asked for, by depth
 
 
@@ -194,8 +194,8 @@ class Survey:
         *,
         sidecars: bool = True,
     ) -> None:
-        self.path = os.path.abspath(os.fspath(path))
-        self.segments = self.path + "/segments"
+        self.path: str = os.path.abspath(os.fspath(path))
+        self.segments: str = self.path + "/segments"
         self._given = (path, system, progress, processes)
         self._patient = _Patient(system or System())
         self.system: Any = self._patient
@@ -203,20 +203,23 @@ class Survey:
         self._processes = processes
         self._sidecars = sidecars
         self.files_damaged: dict[str, str] = {}  # of FORMAT and BASE, what is wrong with them
-        self.keys = self._identify()
-        self.base = NO_BASE
-        self.total = self._done = self._told = 0
+        self.keys: Keys = self._identify()
+        self.base: Base = NO_BASE
+        self.total: int = 0
+        self._done = self._told = 0
         self._checks = Checks(self.system, 0, self._take)
 
         self.rows: Entries = np.empty(0, ENTRY)
         self.parts: list[Part] = []
-        self.parents = self.starts = self.stops = np.empty(0, np.int64)
+        self.parents: NDArray[np.int64] = np.empty(0, np.int64)
+        self.starts: NDArray[np.int64] = self.parents
+        self.stops: NDArray[np.int64] = self.parents
         self.bad: dict[int, str] = {}
         self.gone: dict[int, bool] = {}
         self.names: dict[int, str] = {}
         self.aside: NDArray[np.bool] = np.empty(0, np.bool)
-        self.repeated = 0
-        self.unknown = 0
+        self.repeated: int = 0
+        self.unknown: int = 0
         self.wrong_ordinals: list[Problem] = []
         self.cycles: list[Problem] = []
         self.sessions: dict[int, Held] = {}
@@ -225,7 +228,7 @@ class Survey:
         self.drops: dict[int, set[int]] = {}  # ordinals
         self.said: dict[tuple[int, int, str], SaidOf] = {}  # the last word on a node, by session, ordinal and name
         self.openings: dict[int, int] = {}  # the last of each session
-        self.opening = 0  # how many openings there were
+        self.opening: int = 0  # how many openings there were
         self.aliases: dict[tuple[Any, str], tuple[int, bytes | None]] = {}
         self.identities: set[bytes] = set()  # of media in nodes
         self.contents: set[str] = set()  # names of the files that these have, or would have
@@ -234,12 +237,12 @@ class Survey:
         self.sidecars: list[Sidecar] = []
         self.feature_files: list[tuple[str, int]] = []
         self.features: dict[str, str | None] = {}  # what is wrong with each file of features, None: nothing
-        self.torn = 0
-        self.free = 0  # bytes behind the end of the log
+        self.torn: int = 0
+        self.free: int = 0  # bytes behind the end of the log
         self.sizes: dict[int, int] = {}  # of the segments
-        self.sidecar_bytes = 0
+        self.sidecar_bytes: int = 0
         self._sidecar_sizes: dict[int, int] | None = None  # as they were before anything was scanned
-        self.left_bytes = 0  # of what stands before the beginning, and goes when nobody reads it
+        self.left_bytes: int = 0  # of what stands before the beginning, and goes when nobody reads it
         self._keys: NDArray[np.uint64] = np.empty(0, np.uint64)  # of all nodes that count, (session, ordinal), in order
         self._at: Numbers = np.empty(0, np.int64)  # and their numbers
         self._depths: dict[int, int] = {}

@@ -45,6 +45,8 @@ _REPLY: Final = "completion_token_ids"
 
 Ids = NDArray[np.int32]
 _NO_IDS: Final[Ids] = np.empty(0, np.int32)
+#: What a trajectory is called: the run that it is of, and it alone.
+_NAMES: Final = ("session_id", "trajectory_id")
 Row = list[tuple[Turn, dict[str, Any]]]  # turns, and what each was read from
 
 
@@ -53,9 +55,9 @@ def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
     value = file.document(losses)
     if value is None or not expect(value, dict, "a trajectory", "the whole file", losses):
         return
-    run, own = (_text(value.get(key)) for key in ("session_id", "trajectory_id"))
+    run, own = (_text(value.get(key)) for key in _NAMES)
     name = own or (file.path.name.removesuffix(".json") if run else file.stem)
-    conversation = Conversation(id=f"{run}/{name}" if run else name, turns=())
+    conversation = Conversation(id=f"{run}/{name}" if run and run != name else name, turns=())
     try:
         _fill(conversation, value, losses)
     except RecursionError:
@@ -98,6 +100,8 @@ def _fill(conversation: Conversation, value: dict[str, Any], losses: Losses) -> 
         kept[prefix] = trajectory
     conversation.turns = turns
     conversation.fields["trajectories"] = kept
+    extra = value.get("extra")
+    conversation.title = _text(extra.get("title")) or None if isinstance(extra, dict) else None
 
 
 def _tools(trajectory: dict[str, Any]) -> tuple[dict[str, Any], ...]:
@@ -207,7 +211,7 @@ def _content(value: Any, place: str, losses: Losses) -> tuple[Any, tuple[Image, 
         source = part.get("source") if isinstance(part, dict) and part.get("type") == "image" else None
         url = source.get("path") if isinstance(source, dict) else None
         image = from_data_url(url, place, losses) if isinstance(url, str) and url.startswith("data:") else None
-        if image is not None:
+        if image is not None and as_data_url(image) == url:
             images.append(image)
             parts.append({"type": "image", "image": len(images) - 1})
         else:
@@ -307,6 +311,8 @@ class _Written:
         for prefix, each in self._made.items():
             if prefix:
                 self._put_inside(each, self._made.get(prefix[: prefix[:-1].rfind(":") + 1], self.root))
+        if conversation.read_as is not None:
+            self.root |= dict.fromkeys(_NAMES if "trajectory_id" in self.root else _NAMES[:1], conversation.id)
         if conversation.tools:
             self.root["agent"] = self.root["agent"] | {"tool_definitions": [dict(tool) for tool in conversation.tools]}
         self._write_branches(conversation)
@@ -357,8 +363,10 @@ class _Written:
     def _write(self, branch: Branch, trajectory: dict[str, Any]) -> None:
         steps = trajectory["steps"]
         known: list[Ids] = []
+        untold: list[str] = []  # turns with ids since the last prompt that says them
         for turn in branch:
             assert turn.id is not None
+            said: dict[str, Any] = {}
             if turn.message is None:
                 self._losses.add("turns that are no messages", turn.id)
             elif self._answers(turn, steps):
@@ -376,8 +384,16 @@ class _Written:
                 steps.append(said)
                 self._holders.setdefault(turn.id, (trajectory, said))
             known.append(ids_of(turn))
+            metrics = said.get("metrics") or {}
+            if metrics.get(_PROMPT) is not None:
+                untold.clear()
+            if len(known[-1]) and metrics.get(_REPLY) is None:
+                untold.append(turn.id)
             for annotation in turn.annotations.keys() - {LOGPROBS, LOSS_MASK}:
                 self._losses.add(f"the annotation {annotation}", turn.id)
+
+        if untold:
+            self._losses.add("token ids of turns that no prompt after them says", untold[0], len(untold))
 
     def _answers(self, turn: Turn, steps: list[dict[str, Any]]) -> bool:
         """Whether a turn is a result of the step before it."""
@@ -401,7 +417,7 @@ def _results(step: dict[str, Any]) -> list[Any]:
 def _new(session_id: str | None, extra: Mapping[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {"schema_version": _VERSION, "agent": {"name": "unknown", "version": "unknown"}}
     said = {key: value for key, value in extra.items() if value is not None}
-    return made | ({"session_id": session_id} if session_id else {}) | ({"extra": said} if said else {})
+    return made | (dict.fromkeys(_NAMES, session_id) if session_id else {}) | ({"extra": said} if said else {})
 
 
 def _step(turn: Turn, number: int, known: list[Ids], losses: Losses) -> dict[str, Any]:
@@ -517,4 +533,13 @@ def _stamp(seconds: float | None) -> str | None:
         return None
 
 
-FORMAT: Final = Format("atif", "trajectories of agents as Harbor keeps them (ATIF, JSON)", ".json", read, write, single=True)
+FORMAT: Final = Format(
+    "atif",
+    "trajectories of agents as Harbor keeps them (ATIF, JSON)",
+    ".json",
+    read,
+    write,
+    single=True,
+    lacks=frozenset({"created_at", "heads", "main", "finish_reason", "derived_from"}),
+    keys=frozenset({"role", "content", "reasoning_content", "tool_calls", "tool_call_id"}),
+)

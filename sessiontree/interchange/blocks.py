@@ -249,11 +249,3 @@ def _result_block(turn: Turn, part: Mapping[str, Any], layout: Any, form: Form, 
     elif isinstance(content, (list, tuple)):
         made["content"] = put_together(turn, {"content": content}, None if layout is ... else layout, form, losses)
     return made
-
-
-def add_losses(turn: Turn, losses: Losses) -> None:
-    """What a turn of another format has and no transcript does."""
-    if turn.annotations:
-        losses.add("annotations", str(turn.id))
-    if turn.derived_from:
-        losses.add("what turns were made of", str(turn.id))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 from uuid import NAMESPACE_OID, UUID, uuid5
 
-from sessiontree.interchange.blocks import Block, Form, add_losses, put_together, take_apart, usual_layout
+from sessiontree.interchange.blocks import Block, Form, put_together, take_apart, usual_layout
 from sessiontree.interchange.conversations import MAIN, Conversation, Image, Message, Turn, text_of
 from sessiontree.interchange.formats import Format
 from sessiontree.interchange.images import to_base64
@@ -66,7 +66,7 @@ _FORM: Final = Form(
 
 def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
     """The one session of a file, called as the file is: Claude Code's own lines may name others, which they were copied from."""
-    conversation = Conversation(id=file.stem, turns=())
+    conversation = Conversation(id=Path(file.path.name).stem, turns=())
     conversation.turns = _Transcript(conversation, losses).turns(file)
     yield conversation
 
@@ -274,11 +274,12 @@ class _Lines:
         self._names: dict[str, str] = {}  # uuids, by ids of turns
         self._aside: set[str] = set()  # turns of subagents
         self._time = 0.0
+        self._session = _uuid(conversation.id, conversation.id)
         #: What each line says of where the session is; as the line before did.
         self._around: dict[str, Any] = {
             "userType": "external",
             "cwd": "/",
-            "sessionId": _uuid(conversation.id, conversation.id),
+            "sessionId": self._session,
             "version": _VERSION,
             "gitBranch": "",
         }
@@ -293,7 +294,7 @@ class _Lines:
             self._names[str(turn.id)] = last
             if own:
                 yield from self._remarked(turn.fields.get("before", ()))
-                line = self._own(turn)
+                line = self._renamed(self._own(turn))
                 self._around |= {key: line[key] for key in self._around if key in line}
             else:
                 yield from self._remarked(after)  # what stood at the end stays before what is new
@@ -311,15 +312,18 @@ class _Lines:
         main = self._names.get(conversation.heads.get(MAIN, ""))
         if main is not None and main != (remarks.main or last):
             yield {"type": "last-prompt", "leafUuid": main, **session}
-        if heads := conversation.heads.keys() - {MAIN}:
-            self._losses.add("heads other than main", conversation.id, len(heads))
         if conversation.tools:
             self._losses.add("tools: Claude Code has its own", conversation.id)
 
     def _remarked(self, lines: Iterable[Any]) -> Iterator[Any]:
         for line in lines:
             self._remarks.tell(line, self._names)
-            yield line
+            yield self._renamed(line)
+
+    def _renamed(self, line: dict[str, Any]) -> dict[str, Any]:
+        """A line that was read, of the session that it stands in now."""
+        forked = self._conversation.read_as is not None and "sessionId" in line
+        return line | {"sessionId": self._session} if forked else line
 
     def _own(self, turn: Turn) -> dict[str, Any]:
         """The line that a turn was read from."""
@@ -350,7 +354,6 @@ class _Lines:
     def _line(self, turn: Turn) -> dict[str, Any]:
         """The line of a turn that was none of Claude Code's."""
         losses, place, message = self._losses, str(turn.id), turn.message
-        add_losses(turn, losses)
         name = self._names[place]
         if name != place:
             losses.add("ids that are no UUIDs are others", place)
@@ -396,4 +399,13 @@ def _uuid(session: str, text: str) -> str:
     return str(uuid5(NAMESPACE_OID, json.dumps([session, text])))
 
 
-FORMAT: Final = Format("claude-code", "transcripts of Claude Code (JSONL)", ".jsonl", read, write, single=True)
+FORMAT: Final = Format(
+    "claude-code",
+    "transcripts of Claude Code (JSONL)",
+    ".jsonl",
+    read,
+    write,
+    single=True,
+    lacks=frozenset({"created_at", "heads", "token_ids", "derived_from", "annotations"}),
+    keys=frozenset({"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}),
+)

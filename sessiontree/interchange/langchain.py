@@ -315,12 +315,28 @@ def write_message(turn: Turn, losses: Losses) -> Foreign:
     kept = turn.fields.get("langchain")
     if kept is not None and "removed" in kept:
         return _value("langchain_core.messages.modifier", "RemoveMessage", from_plain(kept["removed"]))
-    assert turn.message is not None
-    kept = kept if kept is not None else {"set": {"id": turn.id}}
-    module, name, entries = _made(turn.message, turn.images, kept.get("blocks", {}), losses)
+    message = turn.message
+    assert message is not None
+    if kept is None:
+        kept, message = {"set": {"id": turn.id}}, _encodable(message)
+        if message != turn.message:
+            losses.add("lone surrogates in text, which msgpack cannot hold", str(turn.id))
+    module, name, entries = _made(message, turn.images, kept.get("blocks", {}), losses)
     module, name = kept.get("class", (module, name))
     entries = {key: each for key, each in entries.items() if key not in kept.get("unset", ())}
     return _value(module, name, entries | from_plain(kept.get("set", {})))
+
+
+def _encodable(value: Any) -> Any:
+    """JSON with U+FFFD where its text has lone surrogates."""
+    match value:
+        case str():
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case Mapping():
+            return {_encodable(key): _encodable(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_encodable(each) for each in value]
+    return value
 
 
 def _value(module: str, name: str, entries: dict[str, Any]) -> Foreign:

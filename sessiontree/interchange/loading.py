@@ -13,12 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+from uuid import UUID
 
 import attrs
 import numpy as np
 
 from sessiontree.backends.base import Progress
-from sessiontree.errors import InterchangeError, SessionExists, SessionTreeError, UnknownFormat, UnknownHead
+from sessiontree.errors import InterchangeError, KeyTaken, SessionExists, SessionTreeError, UnknownFormat, UnknownHead
 from sessiontree.interchange import words
 from sessiontree.interchange.conversations import MAIN, Conversation, Image, Turn
 from sessiontree.interchange.formats import Format, format_named
@@ -99,13 +100,14 @@ def import_file(
     form = format if isinstance(format, Format) else format_named(format)
     if form.read is None:
         raise UnknownFormat(f"{form.name} is written, not read", name=form.name, known=())
-    paths = _files(Path(path), form)
+    path = Path(path)
+    paths = _files(path, form)
     total, before = sum(each.stat().st_size for each in paths), 0
     loader = Importer(store, form, template, scheme, namespace, model_fingerprint, prefix)
     for each in paths:
         losses = loader.losses_in(each.name, salvage)
         told = None if progress is None else _Told(progress, before, total)
-        file = SourceFile(each, told)
+        file = SourceFile(each, told, "" if each == path else each.relative_to(path).with_suffix("").as_posix())
         mark = _mark(each) if form.single else None
         evicted = 0
         for conversation in form.read(file, losses):
@@ -160,9 +162,9 @@ class Importer:
     ) -> None:
         self.store = store
         self.form = form
-        self.template = None if template is None else ChatTemplate.of(template)
-        self.scheme = scheme_named(scheme) if isinstance(scheme, str) else scheme
-        self.namespace = Namespace.of(namespace)
+        self.template: ChatTemplate | None = None if template is None else ChatTemplate.of(template)
+        self.scheme: PositionScheme = scheme_named(scheme) if isinstance(scheme, str) else scheme
+        self.namespace: Namespace = Namespace.of(namespace)
         self.model_fingerprint = model_fingerprint
         self.prefix = prefix
         self._there = set(store.sessions())
@@ -219,7 +221,8 @@ class Importer:
         """Whether a session was imported whole from the same. It is not opened for that, which would be written down."""
         tree = self.store.tree(session_id)
         fits = tree.root.scheme == self.scheme and tree.root.namespace == self.namespace
-        return fits and words.facts_from(tree.annotation(tree.root, words.ANNOTATION)).get("mark") == mark
+        facts = words.facts_from(tree.annotation(tree.root, words.ANNOTATION))
+        return fits and words.is_own(facts, session_id) and facts.get("mark") == mark
 
     def _session(self, session_id: str) -> tuple[Session, bool]:
         try:
@@ -363,7 +366,7 @@ class _Conversation:
         for part in (rest.encode(), *(image.data for image in turn.images)):
             if part:
                 digest.update(blake2b(part, digest_size=16).digest())
-        return _Said(turn, f"={digest.hexdigest()}", message)
+        return _Said(turn, str(UUID(bytes=digest.digest())), message)
 
     # Tokens
 
@@ -408,6 +411,9 @@ class _Conversation:
             node = self._appended(parent, said, rendered)
         except InterchangeError:
             raise
+        except KeyTaken as error:
+            self.losses.fault("a turn that the session has with other content", turn.place or repr(key), str(error))
+            node = self.session.append(parent, [], role=UNREADABLE)
         except (SessionTreeError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
             self.losses.fault("a turn that no node can hold", turn.place or repr(key), f"{type(error).__name__}: {error}")
             node = self.session.append(parent, [], role=UNREADABLE, key=key)  # what follows it keeps its place
@@ -483,10 +489,11 @@ class _Conversation:
         for name in heads.keys() - tips.keys():
             self.losses.fault("no such turn", f"head {name!r}", repr(heads[name]))
         tips.setdefault(MAIN, self.last.id)
-        before = words.facts_from(session.annotation(session.root, words.ANNOTATION)).get("heads", {})
+        said = words.facts_from(session.annotation(session.root, words.ANNOTATION))
+        before = said.get("heads", {}) if words.is_own(said, session.id) else {}
         for name in {**tips, **before}:
             self._move(name, tips.get(name), before.get(name))
-        facts = words.facts_of(conversation, self.loader.form.name, mark, tips)
+        facts = words.facts_of(conversation, session.id, self.loader.form.name, mark, tips)
         session.annotate(session.root, {words.ANNOTATION: facts})
 
     def _move(self, name: str, tip: bytes | None, before: str | None) -> None:

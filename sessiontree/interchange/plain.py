@@ -30,14 +30,16 @@ class Foreign:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Foreign) and (self.kind, self.parts) == (other.kind, other.parts)
 
-    __hash__ = object.__hash__  # as a key of a mapping it is its own; so nothing is hashed to any depth
+    def __hash__(self) -> int:  # as a key of a mapping it is its own; so nothing is hashed to any depth
+        return object.__hash__(self)
 
 
 class Room:
     """How much a file's values may come to, for files in which one value may be named a thousand times. ``left``: of those."""
 
     def __init__(self, left: int) -> None:
-        self.limit = self.left = left
+        self.limit = left
+        self.left: int = left
 
     def take(self, count: int) -> None:
         """Takes as much; raises LimitExceeded where there is no more."""

@@ -33,16 +33,13 @@ class SourceFile:
     line or the entry of a list that came last.
     """
 
-    def __init__(self, path: Path | zipfile.Path, tell: Callable[[int], None] | None = None) -> None:
+    def __init__(self, path: Path | zipfile.Path, tell: Callable[[int], None] | None = None, stem: str = "") -> None:
         self.path = path
-        self.done = 0
-        self.mark = ""
+        #: Its name without its suffix, with the path in a folder that is read: what conversations are called that have no name.
+        self.stem: str = stem or Path(path.name).stem
+        self.done: int = 0
+        self.mark: str = ""
         self._tell = tell
-
-    @property
-    def stem(self) -> str:
-        """Its name without suffixes: what conversations are called that have no name of their own."""
-        return self.path.name.partition(".")[0] or self.path.name
 
     @property
     def size(self) -> int:

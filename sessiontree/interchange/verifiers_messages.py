@@ -49,6 +49,8 @@ def to_verifiers(message: Message, images: tuple[Image, ...], losses: Losses, pl
     """A message as ``verifiers`` has it, whatever format it came from."""
     role = message.get("role")
     content = message.get("content")
+    if role != "tool" and message.get("name") is not None:
+        losses.add("name of a message", place)
     if role == "assistant":
         return _assistant(message, losses, place)
     if role == "developer":

@@ -74,6 +74,12 @@ class Cursor:
 
     __slots__ = ("carried", "max_position", "next_position", "num_tokens", "open_blocks", "runs")
 
+    num_tokens: int
+    next_position: int | float
+    max_position: int | float
+    open_blocks: list[OpenBlock]
+    carried: tuple[Any, ...]
+
     def __init__(self, state: PositionState) -> None:
         self.num_tokens, self.next_position, self.max_position, open_blocks, self.carried = state
         self.open_blocks = list(open_blocks)

@@ -25,7 +25,7 @@ class Home:
         self._reopens = reopens
         self._numbers = itertools.count(1)
         self._stack = ExitStack()
-        self.store = self._opened(opener)
+        self.store: SessionStore = self._opened(opener)
 
     def _opened(self, opener: Opener) -> SessionStore:
         return self._stack.enter_context(opener())

@@ -49,12 +49,12 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, source: Source, host: str, port: int) -> None:
-        self.address_family = AF_INET6 if ":" in host else AF_INET
+        self.address_family: int = AF_INET6 if ":" in host else AF_INET
         super().__init__((host, port), _Handler)
         self.source = source
-        self.port = int(self.server_address[1])
+        self.port: int = int(self.server_address[1])
         self._names = {"localhost", host.lower(), gethostname().lower()}
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
+        self.url: str = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
 
     def is_called(self, host: str) -> bool:
         """Whether a request's Host may be this one: an address, which nobody else can have lead here, or a name of its own."""

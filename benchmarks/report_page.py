@@ -100,6 +100,9 @@ def curve(points: Sequence[Figure]) -> Iterator[str]:
     yield f"**{cell(what)}**, {cell(points[0].unit)}"
     yield ""
     yield from table([cell(over), OURS, *map(cell, peers)], rows)
+    if any("–" in row for row in rows):
+        yield "–: it had taken more time, disk or memory before than the script grants."
+        yield ""
 
 
 def section(run: Run, letter: str) -> Iterator[str]:

@@ -205,6 +205,7 @@ def test_the_page_shows_every_figure_and_says_what_missed() -> None:
     assert ["tree.py", memory, "13.5 MB", "≤ 12, missed", "1.12", ""] in found
     assert "6 figures, 4 with a bar: 3 met, **1 missed**." in shown
     assert ["100", "0.21", "–", "0.6"] in found  # of the curve, where LangGraph had ended
+    assert shown.count("–: it had taken more time") == 1
     assert "- durable.py: it failed: OSError: no space left" in shown
     assert "- tree.py: not measured beside Other: it is not installed (PEERS=1)" in shown
     assert ["processor", "Processor | <one>, 2 cores", "Xeon, 16 cores"] in found

@@ -141,7 +141,6 @@ def _page(runs: Sequence[Run]) -> Iterator[str]:
     lacking = [(run, said) for run in runs for said in (*([f"it failed: {run.failure}"] if run.failure else []), *run.remarks)]
     minutes = sum(run.seconds for run in runs if not run.added) / 60
     yield INTRODUCTION.format(minutes=minutes)
-    yield from machines(runs)
     yield "## Met and missed"
     yield ""
     count = sum(len(run.figures) for run in runs)
@@ -171,6 +170,9 @@ def _page(runs: Sequence[Run]) -> Iterator[str]:
         yield ""
         for points in curves.values():
             yield from curve(points)
+    yield "## Machines and versions"
+    yield ""
+    yield from machines(runs)
     yield "## Every script"
     yield ""
     for run in runs:

@@ -59,7 +59,7 @@ bench: $(if $(PEERS),.venv/peers.stamp .venv/sglang.stamp .venv/vllm.stamp) .ven
 
 # What needs PostgreSQL or Chromium is not measured without (make postgres, make chromium), and the page says so. It exits with 1
 # where a bar is missed. LOG: what gpu_bridge.py and gpu_packing.py printed on a machine with a GPU.
-bench-report: .venv/peers.stamp .venv/sglang.stamp .venv/vllm.stamp .venv/dev.stamp ## measure beside all peers, some 15 minutes, and write docs/benchmarks.md; LOG=file adds another machine's
+bench-report: .venv/peers.stamp .venv/sglang.stamp .venv/vllm.stamp .venv/dev.stamp ## measure beside all peers, 15 to 20 minutes, and write docs/benchmarks.md; LOG=file adds another machine's
 	$(BIN)/python benchmarks/report.py $(if $(LOG),--add $(LOG)) $(BENCHMARKS:=.py)
 
 soak: .venv/dev.stamp .venv/sglang.stamp .venv/vllm.stamp .venv/tools.stamp ## run every test, the long ones too, at soak length, on new random histories; other tools write files and read ours

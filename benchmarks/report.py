@@ -6,7 +6,7 @@
 
 Scripts run one after the other, each in a process of its own. What they printed is kept after each, so a run that is cut off can be
 gone on with. One that fails, or says that it cannot measure, is kept and shown as that. Exits with 1 where a bar is missed or a
-script failed, with 2 where a log is refused or a page asks for a figure that nobody prints, and then no page is written.
+script failed, with 2 where a log is refused, and then nothing is written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import attrs
 from harness import described
-from report_page import UnknownFigure, filled, page
+from report_page import filled, page
 from report_plots import GPU, PLOTS, drawn
 from report_runs import SCRIPTS, Malformed, Run, merged, parse, run_of, text, without_paths
 
@@ -52,7 +52,7 @@ def measured(script: Path, limit: float = LIMIT) -> Run:
 
 
 def write(runs: Sequence[Run], pages: Sequence[Path], folder: Path) -> None:
-    """All that shows them: ``folder``'s page and pictures, and the tables of other pages. UnknownFigure: then nothing is."""
+    """All that shows them: ``folder``'s page and pictures, and the tables of other pages."""
     shown = folder.with_suffix(".md")
     made = {path: filled(path.read_text(), runs, os.path.relpath(shown, path.parent)) for path in pages}
     made[shown] = page(runs)
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             kept.write_text(text(runs))
         kept.write_text(text(runs))
         write(runs, pages_of(given.root), folder)
-    except (Malformed, UnknownFigure) as error:
+    except Malformed as error:
         print(error, file=sys.stderr)
         return 2
     return int(any(run.missed or run.failure for run in runs))

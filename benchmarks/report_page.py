@@ -6,7 +6,7 @@ A table of another page stands between two comments, of which the first says wha
     <!-- end of figures -->
 
 That is: of the script's figures those that have one of the texts in their name, in the order of the texts; without a text all of
-them. ``gpu_bridge.py on a GPU`` are those that a GPU did. A text that no figure has is an error, unless nothing was measured.
+them. ``gpu_bridge.py on a GPU`` are those that a GPU did. Where no figure has a text the table says that it was not measured.
 """
 
 from __future__ import annotations
@@ -30,10 +30,6 @@ these pages that was measured comes from elsewhere; the lines that it is all mad
 This run took {minutes:,.0f} minutes. Where others use the machine too, figures vary: least those of ratios, since both sides were
 measured in turn. `make bench` prints the same and writes nothing.
 """
-
-
-class UnknownFigure(ValueError):
-    """A page asks for a figure that no script prints."""
 
 
 def cell(text: str) -> str:
@@ -104,6 +100,9 @@ def curve(points: Sequence[Figure]) -> Iterator[str]:
     yield f"**{cell(what)}**, {cell(points[0].unit)}"
     yield ""
     yield from table([cell(over), OURS, *map(cell, peers)], rows)
+    if any("–" in row for row in rows):
+        yield "–: it had taken more time, disk or memory before than the script grants."
+        yield ""
 
 
 def section(run: Run, letter: str) -> Iterator[str]:
@@ -142,7 +141,6 @@ def _page(runs: Sequence[Run]) -> Iterator[str]:
     lacking = [(run, said) for run in runs for said in (*([f"it failed: {run.failure}"] if run.failure else []), *run.remarks)]
     minutes = sum(run.seconds for run in runs if not run.added) / 60
     yield INTRODUCTION.format(minutes=minutes)
-    yield from machines(runs)
     yield "## Met and missed"
     yield ""
     count = sum(len(run.figures) for run in runs)
@@ -172,6 +170,9 @@ def _page(runs: Sequence[Run]) -> Iterator[str]:
         yield ""
         for points in curves.values():
             yield from curve(points)
+    yield "## Machines and versions"
+    yield ""
+    yield from machines(runs)
     yield "## Every script"
     yield ""
     for run in runs:
@@ -197,17 +198,14 @@ def block(runs: Sequence[Run], script: str, texts: Sequence[str], gpu: bool, lin
     figures = [each for run in chosen for each in run.figures if not each.series and (by_gpu(each, run) or not gpu)]
     yield ""
     if not figures:
-        yield f"{NOT_MEASURED.capitalize()} when [benchmarks]({link}) were."
+        yield f"{NOT_MEASURED.capitalize()}: see [benchmarks]({link})."
         yield ""
         return
     run = chosen[0]
-    wanted = []
+    rows: list[tuple[str, ...]] = []
     for text in texts or ("",):
-        found = [each for each in figures if text in each.figure]
-        if not found:
-            raise UnknownFigure(f"{script} has no figure with {text!r} in its name")
-        wanted += [each for each in found if each not in wanted]
-    rows = [(cell(each.figure), got(each), bar(each), beside(each)) for each in wanted]
+        found = [(cell(each.figure), got(each), bar(each), beside(each)) for each in figures if text in each.figure]
+        rows += [row for row in found or [(cell(text), NOT_MEASURED, "–", "")] if row not in rows]
     yield from table(("figure", "got", "bar", "beside it, same run"), rows)
     on = ", ".join([*run.machine.gpus, run.machine.processor])
     yield f"{run.day}, {cell(on)}, {run.machine.cores} cores; all of it: [benchmarks]({link})."

@@ -137,11 +137,16 @@ def gather(
     kinds = {*map(type, nodes)}
     if mode == "as_decoded" and kinds <= {Node}:
         for node, first, last in zip(nodes, starts, stops, strict=True):
-            count, after, top, _, carried = node.state
-            runs = node.runs
-            extent = node._extent
+            runs, extent, state = node.runs, node._extent, node._state
             at = extent.origin
             end = place + (last - first) * 4
+            index = state is None and runs.__class__ is int  # every token stands at its index
+            if index and end <= room and at <= first >= runs and first <= last <= node.stop and last - first < _LARGE:
+                pen[place:end] = extent.buffer[(first - at) * 4 : (last - at) * 4]
+                place = end
+                bases.append(first)
+                continue
+            count, after, top, _, carried = node.state if state is None else state
             # A node whose runs are one int is text, on every axis of its scheme. Text goes on at `after` behind it, so it begins at
             # token count - (after - runs).
             plain = runs.__class__ is int and not carried

@@ -1,7 +1,8 @@
 # One way to do each task. Each target makes the virtual environment and installs what it needs.
 # Variables: PYTHON, the interpreter that makes .venv (3.11 or newer); JOBS, the number of test processes; PEERS=1, install the peers
-# that benchmarks measure when they are there; PORT, STORE (a directory or a postgresql:// URL) and MODEL of the server; PG_REQUIRED=1
-# and CHROMIUM_REQUIRED=1, tests that need PostgreSQL or Chromium fail where it is not installed, instead of being skipped.
+# that benchmarks measure when they are there; LOG, what benchmarks printed on another machine; PORT, STORE (a directory or a
+# postgresql:// URL) and MODEL of the server; PG_REQUIRED=1 and CHROMIUM_REQUIRED=1, tests that need PostgreSQL or Chromium fail
+# where it is not installed, instead of being skipped.
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -18,11 +19,15 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --n
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+# Every script of benchmarks/ but gpu_packing.py, which is for a GPU.
+BENCHMARKS := tree contention growth positions packing page_hashes gpu_bridge durable health health_gc health_bundles health_cli \
+    sglang_sessions scheduler serving trajectories interchange postgres viewer
+
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test cover check types bench soak postgres chromium docs clean
+.PHONY: help demo serve test cover check types bench bench-report soak postgres chromium docs clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
 
 demo: .venv/demo.stamp ## run the main job on real input: examples/quickstart.py
 	$(BIN)/python examples/quickstart.py
@@ -50,7 +55,12 @@ types: .venv/types.stamp ## let pyright say whether the type of every public nam
 	    echo "$$package: $$(grep completeness ../types.txt)"; done
 
 bench: $(if $(PEERS),.venv/peers.stamp .venv/sglang.stamp .venv/vllm.stamp) .venv/dev.stamp ## measure: tables, and one line of JSON for each figure; PEERS=1 adds LangGraph, openai-agents, SGLang
-	@missed=0; for part in tree contention positions packing page_hashes gpu_bridge durable health health_gc health_bundles health_cli sglang_sessions scheduler serving trajectories interchange postgres viewer; do PYTHONPATH=. $(BIN)/python benchmarks/$$part.py || missed=1; done; exit $$missed
+	@missed=0; for part in $(BENCHMARKS); do PYTHONPATH=. $(BIN)/python benchmarks/$$part.py || missed=1; done; exit $$missed
+
+# What needs PostgreSQL or Chromium is not measured without (make postgres, make chromium), and the page says so. It exits with 1
+# where a bar is missed. LOG: what gpu_bridge.py and gpu_packing.py printed on a machine with a GPU.
+bench-report: .venv/peers.stamp .venv/sglang.stamp .venv/vllm.stamp .venv/dev.stamp ## measure beside all peers, 15 to 20 minutes, and write docs/benchmarks.md; LOG=file adds another machine's
+	$(BIN)/python benchmarks/report.py $(if $(LOG),--add $(LOG)) $(BENCHMARKS:=.py)
 
 soak: .venv/dev.stamp .venv/sglang.stamp .venv/vllm.stamp .venv/tools.stamp ## run every test, the long ones too, at soak length, on new random histories; other tools write files and read ours
 	SESSIONTREE_VERIFIERS=$(call tool,verifiers/bin/python) SESSIONTREE_HARBOR=$(call tool,harbor/bin/python) \

@@ -49,8 +49,14 @@ def records() -> Iterator[Figure]:
     node = append(session, session.root, 1000, 1, [image])
     record = codec.encode_node(0, 1, 0, node)
     yield Figure("encode a node of 1,000 tokens with an image", median_of(lambda: codec.encode_node(0, 1, 0, node), 5000), "µs", 4)
-    yield Figure("decode it", median_of(lambda: codec.decode(record), 5000), "µs", 8, note="all of it checked")
-    yield Figure("bytes of it", len(record), "B", 4300)
+    yield Figure(
+        "decode a node of 1,000 tokens with an image",
+        median_of(lambda: codec.decode(record), 5000),
+        "µs",
+        8,
+        note="all of it checked",
+    )
+    yield Figure("record of a node of 1,000 tokens with an image", len(record), "B", 4300)
 
 
 def bare(path: Path, size: int) -> Callable[[], None]:
@@ -139,13 +145,18 @@ def throughput(folder: Path) -> Iterator[Figure]:
         one = per_second(store, 1)
         many = per_second(store, 16)
     yield Figure("durable nodes per second, 16 waiting threads", many, "1/s", 10_000, "higher", peers={"one thread": one})
-    yield Figure("the same over one thread", many / one, "x", 3, "higher")
+    yield Figure("durable nodes per second, 16 waiting threads over one", many / one, "x", 3, "higher")
     with SessionStore.open(folder / "slower", durability="commit") as store:
         log: Any = store._journal
         log._log._system = Slower()
         one = per_second(store, 1)
         many = per_second(store, 16)
-    yield Figure("the same, were a sync 0.2 ms slower", many / one, "x", peers={"16 threads, 1/s": many, "one thread, 1/s": one})
+    yield Figure(
+        "durable nodes per second, 16 threads over one, were a sync 0.2 ms slower",
+        many / one,
+        "x",
+        peers={"16 threads, 1/s": many, "one thread, 1/s": one},
+    )
 
 
 def handing_over(folder: Path) -> Iterator[Figure]:
@@ -168,7 +179,7 @@ def handing_over(folder: Path) -> Iterator[Figure]:
             tip = append(session, tip if tip.depth < 100 else session.root, 1000, number)
     found = np.array(taken) / 1000
     yield Figure("handing a node of 1,000 tokens over, encoding included, median", float(np.median(found)), "µs", 4)
-    yield Figure("the same, p99.9", float(np.quantile(found, 0.999)), "µs", 300)
+    yield Figure("handing a node of 1,000 tokens over, encoding included, p99.9", float(np.quantile(found, 0.999)), "µs", 300)
 
 
 def opening(folder: Path, count: int) -> Iterator[Figure]:
@@ -191,7 +202,7 @@ def opening(folder: Path, count: int) -> Iterator[Figure]:
         store.close()
     note = f"{count:,} nodes, {size_of(path) / count:.0f} B each; the path has {depth}"
     yield Figure("reopen a million nodes", min(opened) * 1000, "ms", 300, note=note)
-    yield Figure("then the first path", min(first) * 1000, "ms", 10)
+    yield Figure("the first path after opening a million nodes", min(first) * 1000, "ms", 10)
 
 
 def prefixes(folder: Path, count: int = 100_000) -> Iterator[Figure]:
@@ -259,9 +270,9 @@ def beside_others(folder: Path) -> Iterator[Figure]:
     yield Figure("1,000 turns of 1,000 tokens: bytes", size / 1e6, "MB", 4.5, peers={n: p[1] / 1e6 for n, p in peers.items()})
     yield Figure("1,000 turns of 1,000 tokens: time, each turn durable", turns, "s", peers={n: p[0] for n, p in peers.items()})
     yield Figure(
-        "100 forks of the last, a turn of 16 each: bytes", more / 1e6, "MB", 0.1, peers={n: p[3] / 1e6 for n, p in peers.items()}
+        "100 forks of 1,000 turns, a turn of 16 each: bytes", more / 1e6, "MB", 0.1, peers={n: p[3] / 1e6 for n, p in peers.items()}
     )
-    yield Figure("the same: time", forks, "s", peers={n: p[2] for n, p in peers.items()})
+    yield Figure("100 forks of 1,000 turns, a turn of 16 each: time", forks, "s", peers={n: p[2] for n, p in peers.items()})
     with SessionStore.open(path, durability="commit") as store:
         session = store.get("bench")
         tip = session.node(tip.id)

@@ -95,7 +95,7 @@ def checking(folder: Path, size: float) -> Iterator[Figure]:
         peers={"in one process": total / alone / MB, "read and SHA-256 alone": total / floor / MB},
         note=f"{total / MB:,.0f} MB, {count:,} nodes; {len(os.sched_getaffinity(0))} cores; one: {alone / count * 1e6:.1f} µs each",
     )
-    yield Figure("stats of it", total / best(stats, path) / MB, "MB/s", better="higher")
+    yield Figure("stats of a store of turns of 1,000 tokens", total / best(stats, path) / MB, "MB/s", better="higher")
     [segment, *_] = sorted((path / "segments").glob("*.seg"))
     with segment.open("r+b") as file:
         file.seek(segment.stat().st_size // 2)
@@ -105,7 +105,9 @@ def checking(folder: Path, size: float) -> Iterator[Figure]:
     taken, made = timed(salvage, path, folder / "saved")
     lost = len(made.lost_nodes)
     note = f"{made.nodes:,} nodes saved, {lost} lost; the new store is {size_of(folder / 'saved') / MB:,.0f} MB"
-    yield Figure("salvage of it, one byte flipped", total / taken / MB, "MB/s", better="higher", note=note)
+    yield Figure(
+        "salvage of a store of turns of 1,000 tokens, one byte flipped", total / taken / MB, "MB/s", better="higher", note=note
+    )
     shutil.rmtree(path)
     shutil.rmtree(folder / "saved")
 
@@ -118,7 +120,12 @@ def small_nodes(folder: Path, size: float) -> Iterator[Figure]:
     note = f"{total / MB:,.0f} MB, {count:,} nodes, {taken / count * 1e6:.1f} µs each"
     yield Figure("fsck of a store of turns of 230 tokens", total / taken / MB, "MB/s", better="higher", note=note)
     memory = memory_of_fsck(path)
-    yield Figure("memory of that, beside the library", memory / MB, "MB", note=f"{memory / count:.0f} B a node")
+    yield Figure(
+        "memory of fsck of a store of turns of 230 tokens, beside the library",
+        memory / MB,
+        "MB",
+        note=f"{memory / count:.0f} B a node",
+    )
 
 
 def main() -> int:

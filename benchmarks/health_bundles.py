@@ -75,12 +75,12 @@ def bundles(folder: Path, count: int) -> Iterator[Figure]:
         start = time.perf_counter()
         again = import_bundle(store, bundle)
         assert not again.nodes_added
-        yield Figure("import of what is there already", time.perf_counter() - start, "s")
+        yield Figure("import of a bundle that is there already", time.perf_counter() - start, "s")
     start = time.perf_counter()
     with open_bundle(bundle) as opened:
         node = opened.get("session 0").head(min(opened.get("session 0").heads)).node
         note = f"and the path of {node.depth} nodes read: {len(node.input_ids()):,} tokens"
-    yield Figure("the bundle opened", time.perf_counter() - start, "s", note=note)
+    yield Figure("a bundle opened, and a path read", time.perf_counter() - start, "s", note=note)
     size = bundle.stat().st_size
     live = {"commit by commit": segments(folder / "store"), "as imported": segments(folder / "other")}
     for how, written in live.items():
@@ -89,7 +89,7 @@ def bundles(folder: Path, count: int) -> Iterator[Figure]:
     with SessionStore.open(folder / "store") as store:
         packed = export_bundle(store, folder / "packed.bundle", compress="zstd")
     note = f"export {time.perf_counter() - start:.2f} s; tokens are random"
-    yield Figure("bundle by zstd over the same", packed.bytes / live["as imported"], "x", note=note)
+    yield Figure("bundle by zstd over live bytes of the store", packed.bytes / live["as imported"], "x", note=note)
 
 
 def main() -> int:

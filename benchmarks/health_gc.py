@@ -67,8 +67,8 @@ def collecting(path: Path, count: int) -> Iterator[Figure]:
         before = size_of(path)
         taken, more, nodes, left, swept = pool.apply(collect, (path,))
     yield Figure(f"gc of {nodes:,} nodes, {nodes - left:,} of them dropped", taken, "s", 30)
-    yield Figure("memory that it takes beside the open store", more / 1e6, "MB", 200)
-    yield Figure("bytes on disk afterwards", size_of(path) / 1e6, "MB", peers={"before": before / 1e6}, note=f"swept: {swept}")
+    yield Figure("memory that gc takes beside the open store", more / 1e6, "MB", 200)
+    yield Figure("bytes on disk after gc", size_of(path) / 1e6, "MB", peers={"before": before / 1e6}, note=f"swept: {swept}")
 
 
 def main() -> int:

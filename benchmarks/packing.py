@@ -102,11 +102,14 @@ def figures() -> Iterator[Figure]:
             (lambda: tree_mask.block_mask(host, pack.tok_end, 128), 50),
             (lambda: tree_of_rows(rows, sampled), 1),
         )
-        what = "pack 8k + 8 × 1k + 32 × 512"
+        tree = "8k + 8 × 1k + 32 × 512"
+        what = f"pack {tree}"
         yield Figure(f"{what}, host", packing, "ms", 1, peers={"trie of token lists": peer}, note=f"{len(pack):,} tokens")
         yield Figure(f"{what}, per_branch_mean", mean, "ms", 1)
         yield Figure(f"{what}, over finding the tree in rows", peer / packing, "times", 100, "higher")
-        yield Figure("block mask of it", mask, "ms", 5, note=f"tok_end {host.nbytes >> 10} KiB; dense {len(host) ** 2 >> 20} MiB")
+        yield Figure(
+            f"block mask of {tree}", mask, "ms", 5, note=f"tok_end {host.nbytes >> 10} KiB; dense {len(host) ** 2 >> 20} MiB"
+        )
         yield Figure("tokens of the rows over packed ones", packs.dedupe_ratio, "times", note=f"{packs.row_tokens:,} of the rows")
         for node in {node.id: node for leaf in leaves for node in leaf.path()[2:]}.values():
             said = {LOGPROBS: np.zeros(len(node), np.float32), LOSS_MASK: np.ones(len(node), np.bool), ADVANTAGE: 0.5}
@@ -126,8 +129,8 @@ def figures() -> Iterator[Figure]:
             "ms",
             note=f"{len(repeated)} packs, {repeated.dedupe_ratio:.2f} times fewer",
         )
-        yield Figure("log-probabilities of all its tokens", edges, "ms")
-        yield Figure("the same as packed rows", flat, "ms", note="ten times the tokens")
+        yield Figure(f"{what}, log-probabilities of all its tokens", edges, "ms")
+        yield Figure(f"{what}, as packed rows", flat, "ms", note="ten times the tokens")
 
 
 if __name__ == "__main__":

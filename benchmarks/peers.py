@@ -8,11 +8,12 @@ InMemorySaver with the ids as a state channel, an optional install (``make bench
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import numpy as np
@@ -58,25 +59,42 @@ def chains(turn: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
         yield node.path_ids()
 
 
-def langgraph_turns(turn: list[int]) -> Callable[[int], float] | None:
-    """A function that puts so many turns into a new saver and gives its seconds; None where LangGraph is not installed."""
+def langgraph_saver() -> Callable[[list[int]], object] | None:
+    """A function that puts a turn behind those before it, and gives what keeps them all; None where LangGraph is not installed."""
     try:
         from langgraph.checkpoint.base import empty_checkpoint
         from langgraph.checkpoint.memory import InMemorySaver
     except ImportError:
         return None
+    saver = InMemorySaver()
+    config: Any = {"configurable": {"thread_id": "bench", "checkpoint_ns": ""}}
+    ids: list[int] = []
+    number = 0
+
+    def put(turn: list[int]) -> object:
+        nonlocal config, ids, number
+        ids = ids + turn
+        checkpoint = empty_checkpoint()
+        checkpoint["channel_values"] = {"token_ids": ids}
+        checkpoint["channel_versions"] = {"token_ids": number}
+        config = saver.put(config, checkpoint, {"step": number}, {"token_ids": number})
+        number += 1
+        return saver
+
+    return put
+
+
+def langgraph_turns(turn: list[int]) -> Callable[[int], float] | None:
+    """A function that puts so many turns into a new saver and gives its seconds; None where LangGraph is not installed."""
+    if langgraph_saver() is None:
+        return None
 
     def put(count: int) -> float:
-        saver = InMemorySaver()
-        config: Any = {"configurable": {"thread_id": "bench", "checkpoint_ns": ""}}
-        ids: list[int] = []
+        saver = langgraph_saver()
+        assert saver is not None
         start = time.perf_counter()
-        for number in range(count):
-            ids = ids + turn
-            checkpoint = empty_checkpoint()
-            checkpoint["channel_values"] = {"token_ids": ids}
-            checkpoint["channel_versions"] = {"token_ids": number}
-            config = saver.put(config, checkpoint, {"step": number}, {"token_ids": number})
+        for _ in range(count):
+            saver(turn)
         return time.perf_counter() - start
 
     return put
@@ -105,11 +123,11 @@ def langgraph_sqlite_turns(folder: Path) -> tuple[float, int, float, int] | None
         for number in range(1000):
             ids = ids + turn
             config = put(config, ids, number)
-        turns, size = time.perf_counter() - start, _bytes(folder)
+        turns, size = time.perf_counter() - start, bytes_of(folder)
         start = time.perf_counter()
         for number in range(100):
             put(config, ids + turn[:16], 1000 + number)
-        return turns, size, time.perf_counter() - start, _bytes(folder) - size
+        return turns, size, time.perf_counter() - start, bytes_of(folder) - size
 
 
 def agents_turns(folder: Path) -> tuple[float, int, float, int] | None:
@@ -126,14 +144,103 @@ def agents_turns(folder: Path) -> tuple[float, int, float, int] | None:
         start = time.perf_counter()
         for number in range(1000):
             await session.add_items([{"role": "user", "content": str([number, *turn[1:]])}])
-        turns, size = time.perf_counter() - start, _bytes(folder)
+        turns, size = time.perf_counter() - start, bytes_of(folder)
         start = time.perf_counter()
         for number in range(100):
             await session.create_branch_from_turn(1000, f"fork{number}")
             await session.add_items([{"role": "user", "content": str(turn[:16])}])
-        return turns, size, time.perf_counter() - start, _bytes(folder) - size
+        return turns, size, time.perf_counter() - start, bytes_of(folder) - size
 
     return asyncio.run(measure())
+
+
+class Conversations(Protocol):
+    """Conversations on disk, by name. Each turn is a list of ids, and is durable when the call returns."""
+
+    def begin(self, name: str, ids: list[int]) -> None:
+        """A conversation that nobody has begun, with its first turn."""
+
+    def go_on(self, ids: list[int]) -> None:
+        """The next turn of the conversation begun or read last."""
+
+    def read(self, name: str) -> Sequence[int] | NDArray[np.int32]:
+        """All ids of a conversation."""
+
+    def close(self) -> None: ...
+
+
+class LangGraphConversations:
+    """SqliteSaver's threads, the ids of all turns so far as a state channel, put once a turn."""
+
+    def __init__(self, folder: Path) -> None:
+        from langgraph.checkpoint.sqlite import SqliteSaver
+
+        folder.mkdir(exist_ok=True)
+        self._open = SqliteSaver.from_conn_string(str(folder / "db.sqlite"))
+        self._saver = self._open.__enter__()
+        self._config: Any = None
+        self._ids: list[int] = []
+        self._version = 0
+
+    def begin(self, name: str, ids: list[int]) -> None:
+        self._config, self._ids, self._version = {"configurable": {"thread_id": name, "checkpoint_ns": ""}}, [], 0
+        self.go_on(ids)
+
+    def go_on(self, ids: list[int]) -> None:
+        from langgraph.checkpoint.base import empty_checkpoint
+
+        self._ids, self._version = self._ids + ids, self._version + 1
+        checkpoint = empty_checkpoint()
+        checkpoint["channel_values"] = {"token_ids": self._ids}
+        checkpoint["channel_versions"] = {"token_ids": self._version}
+        self._config = self._saver.put(self._config, checkpoint, {"step": self._version}, {"token_ids": self._version})
+
+    def read(self, name: str) -> Sequence[int]:
+        found = self._saver.get_tuple({"configurable": {"thread_id": name, "checkpoint_ns": ""}})
+        assert found is not None
+        self._config, self._ids = found.config, found.checkpoint["channel_values"]["token_ids"]
+        self._version = int(found.checkpoint["channel_versions"]["token_ids"])
+        return self._ids
+
+    def close(self) -> None:
+        self._open.__exit__(None, None, None)
+
+
+class AgentsConversations:
+    """openai-agents' AdvancedSQLiteSessions in one file, a turn an item that holds the ids."""
+
+    def __init__(self, folder: Path) -> None:
+        import agents.extensions.memory  # noqa: F401 (so that whoever lacks it learns it now)
+
+        folder.mkdir(exist_ok=True)
+        self._path = str(folder / "db.sqlite")
+        self._loop = asyncio.new_event_loop()
+        self._session: Any = None
+
+    def _use(self, name: str) -> None:
+        from agents.extensions.memory import AdvancedSQLiteSession
+
+        if self._session is not None:
+            self._session.close()
+        self._session = AdvancedSQLiteSession(session_id=name, db_path=self._path, create_tables=True)
+
+    def begin(self, name: str, ids: list[int]) -> None:
+        self._use(name)
+        self.go_on(ids)
+
+    def go_on(self, ids: list[int]) -> None:
+        self._loop.run_until_complete(self._session.add_items([{"role": "user", "content": str(ids)}]))
+
+    def read(self, name: str) -> Sequence[int]:
+        self._use(name)
+        items = self._loop.run_until_complete(self._session.get_items())
+        return [token for item in items for token in json.loads(item["content"])]
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
 
 
 @attrs.frozen
@@ -237,5 +344,6 @@ def agents_postgres_run(url: str, turns: Sequence[list[int]]) -> PostgresRun | N
         loop.close()
 
 
-def _bytes(folder: Path) -> int:
+def bytes_of(folder: Path) -> int:
+    """Of the files of a folder, as long as they say that they are."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -66,6 +66,7 @@ def durable_turn(url: str, blocks: int = 30, count: int = 20) -> Iterator[Figure
         session = store.create("turns", scheme="text@hf5")
         first = session.append(session.root, next(turns))
         record = os.urandom(len(codec.encode_node(0, 1, 0, first)))
+        version = bare.info.server_version // 10_000
         bare.execute("CREATE TABLE bare (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, record bytea NOT NULL)")
         bare.execute("CREATE TABLE inline (LIKE bare INCLUDING ALL) WITH (toast_tuple_target = 8160)")
         bare.execute("ALTER TABLE inline ALTER COLUMN record SET STORAGE EXTERNAL")
@@ -105,7 +106,7 @@ def durable_turn(url: str, blocks: int = 30, count: int = 20) -> Iterator[Figure
         "x",
         1.3,
         peers={name: found / least for name, found in medians.items()},
-        note=f"{ours:.0f} µs; the insert {least:.0f}",
+        note=f"{ours:.0f} µs; the insert {least:.0f}; PostgreSQL {version}",
     )
 
 
@@ -176,7 +177,13 @@ def cold_paths(url: str, other: Any, turns: Sequence[NDArray[np.int32]]) -> Iter
         session = store.get("talk0")
         before = proxy.round_trips
         session.head("main").node.input_ids()
-        yield Figure("round trips of that path", proxy.round_trips - before, "", 1, note="counted on the wire")
+        yield Figure(
+            f"round trips of a path of {LONG:,} nodes, nothing in the cache",
+            proxy.round_trips - before,
+            "",
+            1,
+            note="counted on the wire",
+        )
 
 
 def late_turns(store: SessionStore, old: Sequence[Session], tips: list[Node]) -> Iterator[Figure]:
@@ -319,11 +326,11 @@ def ours(url: str) -> PostgresRun:
 
 def beside_others(server: Server) -> Iterator[Figure]:
     runs: dict[str, PostgresRun] = {}
-    turns = random_turns(LONG, 5).tolist()
+    given = random_turns(LONG, 5).tolist()
     for name, measure in (
         ("ours", ours),
-        ("PostgresSaver", partial(langgraph_postgres_run, turns=turns)),
-        ("SQLAlchemySession", partial(agents_postgres_run, turns=turns)),
+        ("PostgresSaver", partial(langgraph_postgres_run, turns=given)),
+        ("SQLAlchemySession", partial(agents_postgres_run, turns=given)),
     ):
         with server.database() as url:
             found = measure(url)
@@ -334,13 +341,13 @@ def beside_others(server: Server) -> Iterator[Figure]:
         mine, *_ = found = {name: of(run) for name, run in runs.items()}
         return Figure(what, found.pop(mine), unit, bar, peers=found)
 
-    note = "1,000 turns of 1,000 tokens, then 100 forks of the last with a turn of 16 each"
-    yield figure(f"{note}: a turn at 10", lambda run: run.early_ms, "ms")
-    yield figure("a turn at 1,000", lambda run: run.late_ms, "ms")
-    yield figure("a turn at 1,000 over at 10", lambda run: run.late_ms / run.early_ms, "x")
-    yield figure("bytes of the turns", lambda run: run.turns_bytes / 1e6, "MB", 1.6 * RAW * LONG / 1e6)
-    yield figure("a fork with its turn", lambda run: run.fork_ms, "ms")
-    yield figure("bytes of a fork with its turn", lambda run: run.fork_bytes, "B")
+    turns, fork = "PostgreSQL, 1,000 turns of 1,000 tokens", "PostgreSQL, a fork of 1,000 turns, with a turn of 16"
+    yield figure(f"{turns}: turn 10", lambda run: run.early_ms, "ms")
+    yield figure(f"{turns}: turn 1,000", lambda run: run.late_ms, "ms")
+    yield figure(f"{turns}: turn 1,000 over turn 10", lambda run: run.late_ms / run.early_ms, "x")
+    yield figure(f"{turns}: bytes", lambda run: run.turns_bytes / 1e6, "MB", 1.6 * RAW * LONG / 1e6)
+    yield figure(f"{fork}: time", lambda run: run.fork_ms, "ms")
+    yield figure(f"{fork}: bytes", lambda run: run.fork_bytes, "B")
 
 
 def figures(server: Server) -> Iterator[Figure]:
@@ -356,7 +363,7 @@ def figures(server: Server) -> Iterator[Figure]:
 
 def main() -> int:
     if programs() is None or importlib.util.find_spec("psycopg") is None:
-        print("postgres: skipped, since PostgreSQL or psycopg is not installed (make postgres)")
+        print("not measured: PostgreSQL or psycopg is not installed (make postgres)")
         return 0
     with Server.make() as server:
         return int(not report(figures(server)))

@@ -219,7 +219,9 @@ def steps(folder: Path) -> Iterator[Figure]:
         median = float(np.median(taken.reshape(5, -1), axis=1).min())
         note = f"the least of five medians; p99 of all {np.percentile(taken, 99):.1f} ms"
         yield Figure(f"a step in which {name}, on disk (group), median", median, "ms", 8 if first else None, note=note)
-        yield Figure(f"the same, longest of {STEPS}", float(taken.max()), "ms", 20 if first else None)
+        yield Figure(
+            f"a step in which {name}, on disk (group), longest of {STEPS}", float(taken.max()), "ms", 20 if first else None
+        )
 
 
 # threads -----------------------------------------------------------------------------------------------------------------------

@@ -181,7 +181,8 @@ def figures() -> Iterator[Figure]:
             shallow = tree if shallow is None else shallow
             name = f"SGLang session, {kind} turn after {turns:,} of {TOKENS:,} tokens"
             note = f"arrival to queue, and end; {branch:,.0f} µs for another branch from there"
-            yield Figure(name, whole, "µs", peers={"SGLang 0.5.23": theirs(image, turns)}, note=note)
+            peers, series = {"SGLang 0.5.23": theirs(image, turns)}, f"turns: {kind} turn of SGLang's session"
+            yield Figure(name, whole, "µs", peers=peers, note=note, series=series, at=turns)
             bar = None if turns == 10 else 2 * shallow
             yield Figure(f"{name}: the tree's part", tree, "µs", bar, note="bar: twice that after 10 turns")
 

@@ -130,7 +130,7 @@ def reads() -> Iterator[Figure]:
     note = "first read, input_ids(copy=False), kept for the next; np.concatenate = 1"
     yield Figure("view the whole path of a fresh branch, 1M tokens", float(np.median(views)) / base, "x", 1.3, note=note)
     again = median_of(lambda: fork.input_ids(copy=False), 1_000, each=10)
-    yield Figure("view it again", again, "µs")
+    yield Figure("view the whole path of a branch again, 1M tokens", again, "µs")
 
 
 def turn_by_turn() -> Iterator[Figure]:

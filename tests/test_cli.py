@@ -88,6 +88,7 @@ def test_ls_in_json(chats: Path, session: Session) -> None:
     (facts,) = answer["sessions"]
     assert facts == {
         "id": "chat-1",
+        "title": None,
         "nodes": 5,
         "shared": 0,
         "root": session.root.id.hex(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import os
@@ -145,6 +146,70 @@ def test_a_second_turn_of_the_same_id_is_a_fault(file: Path) -> None:
     store = SessionStore.in_memory()
     assert import_file(store, file, of_turns(*turns), salvage=True).new_nodes == 2
     assert parents(store)["b"] == "a"
+
+
+def test_what_a_turn_says_now_is_counted_where_it_stays_as_it_was(file: Path) -> None:
+    store = SessionStore.in_memory()
+    import_file(store, file, of_turns(said("a", None, "half an ans")))
+    report = import_file(store, file, of_turns(said("a", None, "half an answer"), said("b", "a", "more")))
+    assert [(loss.what, loss.count) for loss in report.lost] == [("what turns say now: they stay as they were imported", 1)]
+    assert report.grown == 1 and text_of_message(store.get("talk").heads["main"].path()[1]) == "half an ans"
+    assert not import_file(store, file, of_turns(said("a", None, "half an ans"), said("b", "a", "more"))).lost
+
+
+def test_words_that_get_tokens_later_are_another_session(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "x.jsonl", conversations(2))
+    store = SessionStore.in_memory()
+    import_file(store, path, "openai")
+    with pytest.raises(InterchangeError, match=r"line 1, messages\[0\]: .*other tokens or pictures \(a prefix makes another"):
+        import_file(store, path, "openai", template=chatml)
+    assert import_file(store, path, "openai", template=chatml, salvage=True).faults
+    report = import_file(store, path, "openai", template=chatml, prefix="ids/")
+    assert report.added == 2 and not report.faults
+
+
+@pytest.mark.parametrize("name", ["", "x" * 513])
+def test_a_name_that_no_session_can_have_is_a_fault(name: str, file: Path) -> None:
+    store = SessionStore.in_memory()
+    with pytest.raises(InterchangeError, match=f"the id of a session has 1 to 512 characters: this has {len(name)}"):
+        import_file(store, file, of_turns(said("a", None), name=name))
+    two = Format(
+        "two", "", ".x", lambda file, losses: iter([Conversation(id=name, turns=[]), Conversation(id="y", turns=[said("a", None)])])
+    )
+    report = import_file(store, file, two, salvage=True)
+    assert store.sessions() == ("y",) and report.faults[0].count == 1
+
+
+def test_heads_that_another_import_moves_meanwhile_are_looked_at_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process made the head between this one's look and its move."""
+    store = SessionStore.in_memory()
+    raced: list[str] = []
+    set_head = type(store.create("other", scheme="text@hf5")).set_head
+
+    def overtaken(self: Any, name: str, node: Any, **expected: Any) -> Any:
+        if not raced:
+            raced.append(name)
+            set_head(self, name, node, expected=None)
+        return set_head(self, name, node, **expected)
+
+    monkeypatch.setattr("sessiontree.store.Session.set_head", overtaken)
+    report = import_file(store, file, of_turns(said("a", None)))
+    assert raced == ["main"] and report.added == 1 and store.get("talk").heads["main"].key == "a"
+
+
+@pytest.mark.parametrize("form", ["atif", "claude-code", "sglang", "verifiers"])
+def test_a_file_of_another_format_is_a_fault(form: str, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "x.jsonl", [{"messages": [{"role": "user", "content": "q"}]}])
+    store = SessionStore.in_memory()
+    with pytest.raises(InterchangeError):
+        import_file(store, path, form)
+    assert store.sessions() == ()
+
+
+def test_a_compressed_file_says_so(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b'{"messages":[]}\n'))
+    with pytest.raises(InterchangeError, match=r"x\.jsonl\.gz is compressed by gzip: unpack it first"):
+        import_file(SessionStore.in_memory(), tmp_path / "x.jsonl.gz", "openai")
 
 
 def test_ids_that_are_no_text_are_faults(file: Path) -> None:
@@ -375,6 +440,45 @@ def chatml(messages: Sequence[Any], tools: Sequence[Any]) -> list[int]:
     return ids
 
 
+def alternating(messages: Sequence[Any], tools: Sequence[Any]) -> list[int]:
+    """As Gemma's and Mistral's templates: who asks and who answers take turns, or it refuses."""
+    for at, message in enumerate(each for each in messages if each["role"] != "system"):
+        if (message["role"] == "user") != (at % 2 == 0):
+            raise ValueError("roles must alternate")
+    return [ord(each) for message in messages for each in f"[{message['role']}]{message['content']}"]
+
+
+def counting(messages: Sequence[Any], tools: Sequence[Any]) -> list[int]:
+    """As ChatGLM's: each round has its number."""
+    asked = list(itertools.accumulate(message["role"] == "user" for message in messages))
+    return [ord(each) for message, at in zip(messages, asked, strict=True) for each in f"[Round {at}]{message['content']}"]
+
+
+def with_first(messages: Sequence[Any], tools: Sequence[Any]) -> list[int]:
+    """Says at each question what was said first."""
+    first = next((each["content"] for each in messages if each["role"] != "system"), "")
+    pieces = (f"<{first}>{each['content']};" if each["role"] == "user" else each["content"] for each in messages)
+    return [ord(each) for piece in pieces for each in piece]
+
+
+@pytest.mark.parametrize("system", [True, False])
+@pytest.mark.parametrize("template", [chatml, alternating, counting, with_first])
+def test_a_template_may_look_back_as_far_as_it_likes(template: Any, system: bool, tmp_path: Path) -> None:
+    """Imported, and appended one by one: the tokens are those of the whole conversation."""
+    roles = ["user", "assistant"] * 12
+    messages = [{"role": "system", "content": "s"}] * system + [{"role": role, "content": str(at)} for at, role in enumerate(roles)]
+    store = SessionStore.in_memory()
+    report = import_file(store, jsonl(tmp_path / "x.jsonl", [{"messages": messages}] * 2), "openai", template=template)
+    assert not report.lost
+    for name in store.sessions():
+        assert store.get(name).heads["main"].input_ids().tolist() == template(messages, ())
+    session = store.create("one by one", scheme="text@hf5")
+    at: Any = session.root
+    for message in messages:
+        at = append_messages(store, session, at, [message], template=template)
+    assert at.input_ids().tolist() == template(messages, ())
+
+
 def placed(image: Image) -> tuple[MediaItem, Any]:
     side = 2 * len(image.data)
     item = MediaItem("image", image.data.ljust(32, b"\0"), (), grid_thw=(1, side, side))
@@ -526,7 +630,11 @@ def test_turns_that_have_tokens_alone_need_a_decoder(tmp_path: Path) -> None:
         draft.extend([111, 107])
         draft.commit("stop")
     report = export_file(store, tmp_path / "a.jsonl", "openai")
-    assert [loss.count for loss in report.lost] == [2]
+    assert {loss.what: loss.count for loss in report.lost} == {
+        "the words of turns that have tokens alone: no tokenizer was given": 2,
+        "token ids": 2,
+        "why turns ended": 1,
+    }
     export_file(store, tmp_path / "b.jsonl", "openai", decode=lambda ids: "".join(map(chr, ids)))
     (line,) = (tmp_path / "b.jsonl").read_text().splitlines()
     assert json.loads(line) == {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]}
@@ -605,6 +713,29 @@ def test_formats_that_hold_one_conversation_make_a_folder_and_read_one(tmp_path:
     assert import_file(other, tmp_path / "out", form).known == 3, "their files are as they were"
 
 
+def test_no_two_sessions_are_written_to_one_file(tmp_path: Path) -> None:
+    """Also where their names are long, and alike for long, in letters that are three each in the name of a file."""
+    store = SessionStore.in_memory()
+    names = [f"{'北京旅行计划' * 9}{number}" for number in range(3)]
+    for name in names:
+        session = store.create(name, scheme="text@hf5")
+        append_messages(store, session, session.root, [{"role": "user", "content": name}])
+    report = export_file(store, tmp_path / "out", "pi")
+    assert len(set(report.files)) == 3 and {Path(each).name for each in report.files} == set(os.listdir(tmp_path / "out"))
+    other = SessionStore.in_memory()
+    import_file(other, tmp_path / "out", "pi")
+    assert sorted(other.sessions()) == names
+
+
+def test_files_of_a_folder_do_not_share_names(tmp_path: Path) -> None:
+    for name in ("a/train.jsonl", "b/train.jsonl", "chat.2024.jsonl", "chat.2025.jsonl"):
+        (tmp_path / "all" / name).parent.mkdir(parents=True, exist_ok=True)
+        jsonl(tmp_path / "all" / name, [{"messages": [{"role": "user", "content": name}]}])
+    store = SessionStore.in_memory()
+    report = import_file(store, tmp_path / "all", "openai")
+    assert report.session_ids == ("a/train-1", "b/train-1", "chat.2024-1", "chat.2025-1") and report.added == 4
+
+
 def test_names_of_formats(tmp_path: Path) -> None:
     assert {"openai", "chatgpt", "pi", "claude-code", "verifiers", "atif", "sharegpt", "langgraph", "sglang"} <= set(formats())
     with pytest.raises(UnknownFormat, match="no format is called 'nope'; there are atif, chatgpt"):
@@ -674,6 +805,20 @@ def test_a_file_goes_in_and_a_branch_comes_out_on_the_command_line(tmp_path: Pat
     assert run("export", store, tmp_path / "x", "--format", "nope").exit_code == 2
 
 
+def test_the_inside_of_a_store_and_stdout_are_left_alone(tmp_path: Path) -> None:
+    chats = str(tmp_path / "chats")
+    assert run("import", chats, str(jsonl(tmp_path / "x.jsonl", conversations(1))), "--format", "openai").exit_code == 0
+    before = sorted(tmp_path.rglob("*"))
+    for target, said_of in (
+        (f"{chats}/x.jsonl", "inside of a store"),
+        (f"{chats}/segments/x", "inside of a store"),
+        ("-", "stdout"),
+    ):
+        refused = run("export", chats, target, "--format", "openai")
+        assert refused.exit_code == 2 and said_of in refused.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_what_cannot_be_read_is_named_on_the_command_line(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "talk.jsonl", [*conversations(1), {"messages": 7}])
     failed = run("import", tmp_path / "chats", path, "--format", "openai")
@@ -697,10 +842,14 @@ ROOT = Path(__file__).parent.parent
 
 
 def an_export(folder: Path) -> None:
-    """A ChatGPT export of one conversation, four questions and answers."""
+    """A ChatGPT export of two conversations, four questions and answers each; one is the "Trip to Rome"."""
     store = SessionStore.in_memory()
-    import_file(store, jsonl(folder / "said.jsonl", conversations(1, 8)), "openai")
+    import_file(store, jsonl(folder / "said.jsonl", conversations(2, 8)), "openai")
     export_file(store, folder / "conversations.json", "chatgpt")
+    trip, other = json.loads((folder / "conversations.json").read_text())
+    names = {"id": "cbef4763-0000-4000-8000-000000000001", "conversation_id": "cbef4763-0000-4000-8000-000000000001"}
+    made = [trip | names | {"title": "Trip to Rome"}, other | {"title": "Something else"}]
+    (folder / "conversations.json").write_text(json.dumps(made))
 
 
 def test_the_python_of_the_page_forks_at_the_third_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -714,6 +863,32 @@ def test_the_python_of_the_page_forks_at_the_third_answer(tmp_path: Path, monkey
     assert contents == ["0 0", "0 1", "0 2", "0 3", "0 4", "0 5", "And by train?"]
 
 
+def test_a_title_names_its_session_and_a_key_its_node(tmp_path: Path) -> None:
+    an_export(tmp_path)
+    chats = str(tmp_path / "chats")
+    name = "cbef4763-0000-4000-8000-000000000001"
+    assert run("import", chats, str(tmp_path / "conversations.json"), "--format", "chatgpt").exit_code == 0
+    assert run("fork", chats, f"{name}/main", "another").exit_code == 0
+    assert [each["title"] for each in json.loads(run("ls", chats, "--json").stdout)["sessions"]] == [
+        "Trip to Rome",
+        "Something else",
+        None,  # a fork has the name that it was given
+    ]
+    assert "'Trip to Rome'" in run("ls", chats).stdout
+    store = SessionStore.open(chats, read_only=True)
+    third = [node for node in store.get(name).heads["main"].path() if node.role == "assistant"][2]
+    for place in (f"Trip to Rome/{third.id.hex()[:8]}", f"Trip to Rome/{third.key}", f"{name}/{third.key}", f"Trip/{third.key}"):
+        assert json.loads(run("show", chats, place, "--json").stdout)["id"] == third.id.hex()
+    refused = run("log", chats, "Trip to Athens")
+    assert (refused.exit_code, refused.stdout) == (2, "") and "Trip to Athens" in refused.stderr
+    twice = tmp_path / "twice.json"
+    made = json.loads((tmp_path / "conversations.json").read_text())
+    twice.write_text(json.dumps([made[0] | {"conversation_id": "twin", "id": "twin"}]))
+    assert run("import", chats, str(twice), "--format", "chatgpt").exit_code == 0
+    refused = run("log", chats, "Trip to Rome")
+    assert refused.exit_code == 2 and name in refused.stderr and "twin" in refused.stderr
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/interchange.md"])
 def test_the_commands_of_the_page_do_what_it_says(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     an_export(tmp_path)
@@ -721,9 +896,7 @@ def test_the_commands_of_the_page_do_what_it_says(page: str, tmp_path: Path, mon
     (block,) = [each for each in re.findall(r"```sh\n(.*?)```", (ROOT / page).read_text(), re.DOTALL) if "chatgpt" in each]
     third = ""
     for line in block.splitlines():
-        command = shlex.split(line, comments=True)[1:]
-        (name,) = [*SessionStore.open("chats", read_only=True).sessions()[:1]] if os.path.isdir("chats") else [""]
-        command = [each.replace("Trip to Rome", name).replace("3f2a", third) for each in command]
+        command = [each.replace("3f2a", third) for each in shlex.split(line, comments=True)[1:]]
         done = run(*command)
         assert done.exit_code == 0, (line, done.stderr)
         if command[0] == "log":
@@ -798,6 +971,60 @@ def test_every_format_is_written_as_every_other(name: str, target: str, tmp_path
         said = {text_of_message(node) for node in path} - {""}
         came = "\n".join(text_of_message(node) for each in report.session_ids for node in walk(other.get(each)))
         assert all(text in came for text in said if target != "sharegpt" or text.strip() in came)
+
+
+#: Formats whose files say what each turn is called, so that turns of others keep their names too.
+NAMES_TURNS = ("chatgpt", "claude-code", "pi")
+
+
+def forked(store: SessionStore, where: float) -> None:
+    """A fork of each session, somewhere on its longest path, that goes on otherwise; and so does what it was forked from."""
+    for name in store.sessions():
+        session = store.get(name)
+        path = max(session.leaves(), key=lambda leaf: leaf.depth).path()
+        if len(path) < 3:
+            continue
+        at = path[int(where * len(path))]
+        fork = store.fork(session, at, f"fork of {name}")
+        messages = [{"role": "user", "content": "And by train?"}, {"role": "assistant", "content": "It is slower."}]
+        fork.set_head("main", append_messages(store, fork, fork.node(at.id), messages))
+        append_messages(store, session, at, [{"role": "user", "content": "And by sea?"}])
+
+
+@pytest.mark.parametrize("where", [0.3, 0.6, 0.99])
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_forks_are_conversations_of_their_own(name: str, where: float, tmp_path: Path) -> None:
+    """No two of a file have one name; read again, beside what they were forked from, none changes the other."""
+    form, store, other = format_named(name), SessionStore.in_memory(), SessionStore.in_memory()
+    import_file(store, GOLDEN / SOURCES[name], form)
+    forked(store, where)
+    out = tmp_path / f"out{'.zip' if name == 'chatgpt' else Path(SOURCES[name]).suffix}"
+    export_file(store, out, form)
+    if name == "sharegpt":
+        shutil.copytree(GOLDEN / "sharegpt" / "pictures", tmp_path / "pictures")
+    assert not import_file(other, out, form).faults
+    forks = [each for each in store.sessions() if each.startswith("fork of")]
+    assert forks
+    for each in forks:
+        tip = store.get(each).heads["main"]
+        if name in NAMES_TURNS:
+            for one in (each, each.removeprefix("fork of ")):
+                assert {node.id for node in walk(store.get(one))} <= {node.id for node in walk(other.get(one))}
+            assert other.get(each).heads["main"].id == tip.id
+        if name not in ("openai", "sglang"):  # where what is new has another name
+            came = other.get(each).heads["main"].path()
+            assert [text for node in came if (text := text_of_message(node).strip())] == [
+                text for node in tip.path() if (text := text_of_message(node).strip())
+            ]
+    everything = "\n".join(text_of_message(node) for each in other.sessions() for node in walk(other.get(each)))
+    assert everything.count("And by train?") >= len(forks) and everything.count("And by sea?") >= len(forks)
+    before = {each: store.get(each).heads["main"].id for each in forks}
+    if name == "atif":  # the fork's last prompt is said no more, so a turn of it has other ids
+        return
+    report = import_file(store, out, form)
+    assert not report.faults and {each: store.get(each).heads["main"].id for each in forks} == before
+    if name in NAMES_TURNS:
+        assert report.added == 0 and report.heads_kept == 0
 
 
 def walk(session: Any) -> Any:

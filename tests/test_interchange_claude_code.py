@@ -285,23 +285,19 @@ def test_what_claude_code_cannot_hold_is_told(tmp_path: Path) -> None:
     named = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
     call = {"id": "c", "function": {"name": "f", "arguments": "[]"}}
     turns = [
-        Turn(id="a", parent=None, message={"role": "user", "content": [audio, named], "name": "me"}, annotations={"reward": 1.0}),
+        Turn(id="a", parent=None, message={"role": "user", "content": [audio, named], "name": "me"}),
         Turn(id="b", parent="a", message={"role": "assistant", "content": "x", "reasoning_content": "y", "tool_calls": [call]}),
-        Turn(id="c", parent="b", message={"role": "critic", "content": "x"}, derived_from=("a",)),
+        Turn(id="c", parent="b", message={"role": "critic", "content": "x"}),
     ]
-    heads = {"main": "c", "best": "b"}
     tools = ({"type": "function", "function": {"name": "f"}},)
-    losses = write_to(tmp_path / "one.jsonl", NAME, Conversation(id="x", turns=turns, heads=heads, tools=tools))
+    losses = write_to(tmp_path / "one.jsonl", NAME, Conversation(id="x", turns=turns, tools=tools))
     assert {loss.what for loss in losses.lost} == {
         "parts of content of type input_audio",
         "names of who speaks",
-        "annotations",
         "arguments of tool calls that are no JSON mapping stand in one of their text",
         "reasoning has no signature, without which Anthropic's API takes none back",
         "the role critic is the user's",
-        "what turns were made of",
         "ids that are no UUIDs are others",
-        "heads other than main",
         "tools: Claude Code has its own",
     }
     asked, replied, _ = lines_of(tmp_path / "one.jsonl")

@@ -269,18 +269,16 @@ def test_turns_that_came_after_those_of_a_thread_are_checkpoints_after_its_last(
     more = Turn(id="more", parent=read(GOLDEN)[0]["ask"].heads["main"], message={"role": "assistant", "content": "yes"})
     (asked,) = [each for each in read(GOLDEN)[0].values() if each.id == "ask"]
     asked.turns = [*asked.turns, more]
-    asked.heads = {"main": "more", "draft": "more"}
+    asked.heads = {"main": "more"}
     assert session is not None
     losses = write([asked], tmp_path / "x.sqlite")
-    assert [each.what for each in losses.lost] == ["heads other than main"]
+    assert not losses.lost
     with closing(sqlite3.connect(tmp_path / "x.sqlite")) as connection:
         latest = saver(connection).get_tuple(config("ask"))
     assert [each.content for each in latest.checkpoint["channel_values"]["messages"]] == ["go", "yes"]
     assert latest.parent_config["configurable"]["checkpoint_id"] == more.parent
     asked.heads = {"main": str(more.parent)}
-    assert [each.what for each in write([asked], tmp_path / "y.sqlite").lost] == [
-        "which turn is gone on from: of a thread it is the last checkpoint"
-    ]
+    assert [each.what for each in write([asked], tmp_path / "y.sqlite").lost] == ["which turn is gone on from"]
 
 
 @pytest.mark.skipif(not RUNTIME, reason="langgraph, the runtime, is not installed")

@@ -328,6 +328,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         b'[{"role":"user","content":[{"type":"image","image":3}]}]',
         r"content\[0\]: a picture that is a number: 3",
     ),
+    "a list of conversations": (
+        b'[{"messages":[{"role":"user","content":"x"}]}]',
+        "line 1: a list of conversations, and not one a line",
+    ),
     "NaN": (b'[{"role":"user","content":NaN}]', "NaN is no JSON"),
     "Infinity": (b'[{"role":"user","x":1e400}]', "1e400 is too large"),
     "deep": (b"[" * 100_000, "line 1: no JSON"),
@@ -358,3 +362,32 @@ def test_marks_of_order_and_ends_of_lines_do_not_matter(tmp_path: Path) -> None:
     assert imported(path)[1].added == 0
     with pytest.raises(InterchangeError, match=re.escape("there is no file")):
         imported(tmp_path / "gone.jsonl")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "data:image/png;base64,iVBO\nRw0K",
+        "data:image/png;base64, iVBORw0K",
+        "data:image/png;base64,iVBORw",
+        "data:image/png;base64,-_-_",
+    ],
+)
+def test_a_data_url_that_is_not_as_we_write_it_stays_the_name_that_it_was(url: str, tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
+    (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
+    store = SessionStore.in_memory()
+    report = import_file(store, tmp_path / "in.jsonl", "openai")
+    assert [loss.what for loss in report.lost] == ["pictures whose data URLs are not as we write them: they stay names"]
+    assert not export_file(store, tmp_path / "out.jsonl", "openai").lost
+    assert json.loads((tmp_path / "out.jsonl").read_text()) == row
+
+
+def test_results_as_another_api_has_them_stay_the_parts_that_they_were(tmp_path: Path) -> None:
+    parts = [{"type": "tool_result", "tool_use_id": "t", "is_error": True, "content": "no"}, {"type": "text", "text": "So?"}]
+    row = {"messages": [{"role": "user", "content": parts}]}
+    (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
+    store = SessionStore.in_memory()
+    import_file(store, tmp_path / "in.jsonl", "openai")
+    assert not export_file(store, tmp_path / "out.jsonl", "openai").lost
+    assert json.loads((tmp_path / "out.jsonl").read_text()) == row

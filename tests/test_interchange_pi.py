@@ -341,7 +341,7 @@ def test_what_pi_cannot_hold_is_told(tmp_path: Path) -> None:
                 "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "no"}}],
             },
         ),
-        Turn(id="c", parent="b", message={"role": "developer", "content": "x"}, annotations={"reward": 1.0}, derived_from=("a",)),
+        Turn(id="c", parent="b", message={"role": "developer", "content": "x"}),
     ]
     losses = write_to(
         tmp_path / "one.jsonl", "pi", Conversation(id="x", turns=turns, tools=({"type": "function", "function": {"name": "f"}},))
@@ -351,8 +351,6 @@ def test_what_pi_cannot_hold_is_told(tmp_path: Path) -> None:
         "names of who speaks",
         "arguments of tool calls that are no JSON mapping stand in one of their text",
         "messages of the developer are the system's",
-        "annotations",
-        "what turns were made of",
     }
     assert lines_of(tmp_path / "one.jsonl")[2]["message"]["content"][0]["arguments"] == {"arguments": "no"}
 

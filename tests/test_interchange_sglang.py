@@ -77,7 +77,7 @@ def test_requests_are_turns_with_their_tokens_logprobs_and_pictures() -> None:
     assert asked.message == {"role": "user", "content": "Where is Łódź?"}
     assert (asked.token_ids, asked.generated, asked.created_at) == (None, False, 1_780_001_000.0)
     assert replied.message == {"role": "assistant", "content": "The is"}
-    assert (replied.parent, replied.token_ids, replied.generated) == ("request-0", [785, 374], True)
+    assert (replied.parent, replied.token_ids, replied.generated) == ("text", [785, 374], True)
     assert (replied.finish_reason, replied.annotations[LOGPROBS].tolist()) == ("stop", [-0.5, -1.25])
     asked, replied = found["ids"].turns
     assert (asked.message, asked.role, asked.token_ids) == (None, "user", [151644, 872, 198])
@@ -93,8 +93,8 @@ def test_requests_are_turns_with_their_tokens_logprobs_and_pictures() -> None:
 
 def test_requests_of_a_session_are_a_tree_as_they_go_on_from_each_other() -> None:
     (chat,) = [each for each in read(GOLDEN / "dump.pkl")[0] if each.id == "chat"]
-    parents = {turn.id: turn.parent for turn in chat.turns if str(turn.id).startswith("request")}
-    assert parents == {"request-4": None, "request-5": "reply-4", "request-6": "reply-4", "request-7": "request-5"}
+    parents = {turn.id: turn.parent for turn in chat.turns if turn.role == "user"}
+    assert parents == {"s1": None, "s2": "s1/reply", "s3": "s1/reply", "s4": "s2"}
 
 
 def test_a_streaming_session_goes_on_from_its_last_request_where_its_prompt_is_longer_than_what_was_sent(tmp_path: Path) -> None:
@@ -110,9 +110,9 @@ def test_a_streaming_session_goes_on_from_its_last_request_where_its_prompt_is_l
     ]
     (chat,), losses = read(pickled(entries, tmp_path / "x.pkl"))
     found = turns(chat)
-    assert [found[f"request-{n}"].parent for n in range(5)] == [None, "reply-0", None, None, None]
-    assert found["request-4"].derived_from == ("reply-0",)
-    assert (found["request-5"].parent, found["request-6"].parent) == (None, "request-5")  # none that comes later
+    assert [found[f"{n}"].parent for n in range(1, 6)] == [None, "1/reply", None, None, None]
+    assert found["5"].derived_from == ("1/reply",)
+    assert (found["6"].parent, found["7"].parent) == (None, "6")  # none that comes later
     assert [each.what for each in losses.lost] == [
         "a request that goes on from one that is not before it in the file",
         "a request that goes on from within another",
@@ -196,6 +196,7 @@ def test_sglang_reads_what_is_written(tmp_path: Path) -> None:
         for each, *_ in requests:
             each.normalize_batch_and_arguments()  # what a server does first: it takes each of them
     assert [each.what for each in losses.lost] == [
+        "token ids of a prompt, where not all its turns have some",
         "who said what in a prompt: it is one text, without a chat template",
         "a tree is written as requests: turns before several replies stand in each",
     ]
@@ -227,7 +228,7 @@ def test_a_conversation_of_another_format_is_read_as_its_requests(tmp_path: Path
 
 def test_turns_after_those_of_a_dump_are_requests_of_their_own(tmp_path: Path) -> None:
     (first, *_), _ = read(GOLDEN / "dump.pkl")
-    more = Turn(id="x", parent="reply-0", message={"role": "user", "content": "And?"})
+    more = Turn(id="x", parent="text/reply", message={"role": "user", "content": "And?"})
     first.turns = [*first.turns, more, attrs.evolve(more, id="y", parent="x", message={"role": "assistant", "content": "So."})]
     first.tools = ({"type": "function"},)
     losses = write([first], tmp_path / "x.pkl")
@@ -501,6 +502,6 @@ def test_a_session_of_thousands_is_read_and_written(tmp_path: Path) -> None:
         for n in range(5000)
     ]
     (chat,), _ = read(pickled(entries, tmp_path / "x.pkl"))
-    assert len(list(chat.turns)) == 10_000 and turns(chat)["request-4999"].parent == "reply-4998"
+    assert len(list(chat.turns)) == 10_000 and turns(chat)["4999"].parent == "4998/reply"
     write([chat], tmp_path / "y.pkl")
     assert (tmp_path / "y.pkl").stat().st_size == pytest.approx((tmp_path / "x.pkl").stat().st_size, abs=100)

@@ -434,7 +434,7 @@ def test_what_a_row_cannot_hold_is_named(tmp_path: Path) -> None:
         Turn(id="a", parent=None, message={"role": "developer", "content": "Be kind."}),
         Turn(id="b", parent="a", message={"role": "narrator", "content": [{"type": "input_audio"}, "is it <image>?"]}),
         Turn(id="c", parent="b", message={"role": "assistant", "content": "Hm.", "reasoning_content": "r", "tool_calls": [call]}),
-        Turn(id="d", parent="c", message={"role": "tool", "content": "1", "tool_call_id": "k", "name": "f"}),
+        Turn(id="d", parent="c", message={"role": "tool", "content": "1", "tool_call_id": "k"}),
         Turn(id="e", parent="d", role="compaction"),
         Turn(id="f", parent="e", message={"role": "assistant", "content": None, "refusal": "No."}),
     ]
@@ -458,7 +458,6 @@ def test_what_a_row_cannot_hold_is_named(tmp_path: Path) -> None:
         "reasoning, written into the text between <think> and </think>": 1,
         "a message of text and calls, written as two": 1,
         "ids of tool calls, which their order says": 1,
-        "name of a message": 1,
         "turns that are no messages": 1,
         "a refusal, written as text": 1,
         "rows whose sides do not take turns, which LLaMA-Factory passes over": 1,

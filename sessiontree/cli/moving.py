@@ -94,6 +94,8 @@ def export(
     if os.path.exists(file) and not force:
         raise Usage(f"{file} is there already; --force writes over it")
     if format_name != BUNDLE:
+        if any((parent / "FORMAT").exists() and (parent / "segments").exists() for parent in Path(file).absolute().parents):
+            raise Usage(f"{file} is inside of a store")
         return export_conversations(
             store, file, format_name, sessions, start, tokenizer=tokenizer, lenient=lenient, force=force, as_json=as_json
         )
@@ -202,6 +204,8 @@ def _check_file(file: str) -> None:
     """Raises Usage for what names no file."""
     if is_url(file):
         raise Usage(f"{shown(file)} is no file: `sessiontree copy` goes there")
+    if file == "-":
+        raise Usage("a file has a name; nothing is read from stdin or written to stdout")
 
 
 def _namespace(fields: list[str] | None) -> Namespace | None:

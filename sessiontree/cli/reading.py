@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import islice
 from typing import Annotated, Any, Final
 
@@ -42,6 +42,7 @@ from sessiontree.cli.source import (
 )
 from sessiontree.cli.words import Words, words
 from sessiontree.errors import CorruptTree
+from sessiontree.interchange import title_of
 from sessiontree.node import Node
 from sessiontree.query import Diff
 from sessiontree.render import _count, _isolated, _listed, _name
@@ -49,6 +50,7 @@ from sessiontree.store import Session
 
 MAX_IDS: Final = 64  # token ids that `show` and `diff` print unless all are asked for
 MAX_TEXT: Final = 400  # characters of what stands behind the parting that `diff` prints
+MAX_TITLE: Final = 60  # characters of a title that `ls` prints
 MAX_TURNS: Final = 10  # turns that `diff` prints of either side
 _LONG: Final = 10**9
 
@@ -87,6 +89,8 @@ def _session_line(session_id: str, session: Session | CorruptTree, damaged: bool
     if isinstance(session, CorruptTree):
         return name + "  " + styled(f"✗ cannot be read: {safe(str(session))}", fg="red")
     tree = session._tree
+    if (title := _title(session)) is not None:
+        name += f"  {_name(title, MAX_TITLE)}"
     facts = [_count(len(tree) - 1, "node") + (f" ({shared:,} shared)" if (shared := _shared(session)) else "")]
     if names := sorted(tree._heads):
         facts.append(f"{_count(len(names), 'head')}: {_listed(names)}")
@@ -99,6 +103,12 @@ def _session_line(session_id: str, session: Session | CorruptTree, damaged: bool
     facts.append(_name(session.scheme.name))
     facts += [f"{name} {_name(value)}" for name, value in namespace_facts(session.namespace).items() if value is not None]
     return f"{name}  {', '.join(facts)}"
+
+
+def _title(session: Session) -> str | None:
+    with suppress(CorruptTree):  # of the root: the session is there all the same
+        return title_of(session)
+    return None
 
 
 def _shared(session: Session) -> int:
@@ -118,6 +128,7 @@ def _session_facts(session_id: str, session: Session | CorruptTree) -> dict[str,
     shape = Shape(session._tree)
     return {
         "id": session.id,
+        "title": _title(session),
         "nodes": len(session._tree) - 1,
         "shared": _shared(session),
         "root": session.root.id.hex(),

@@ -6,6 +6,7 @@ Nodes of a stored session are read one by one, when :meth:`Shape.node` is asked 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -88,6 +89,15 @@ class Shape:
             if index.tip is not None:
                 return index.tip.ancestor(ordinal)
         raise AssertionError(ordinal)
+
+    def with_key(self, key: str) -> list[int]:
+        """Ordinals of the nodes that have this key. Every node is read for that."""
+        found = []
+        for ordinal in range(1, len(self.parents)):
+            with suppress(CorruptTree):
+                if self.node(ordinal).key == key:
+                    found.append(ordinal)
+        return found
 
     def upward(self, ordinal: int) -> Iterator[Node | LoneNode]:
         """The path of a node, from there to the root: each is read when it is asked for, and nothing else is.

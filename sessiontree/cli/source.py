@@ -1,8 +1,8 @@
 """Stores and bundles, and what names mean in them.
 
-A place is ``SESSION``, ``SESSION/NODE`` or ``NODE``. A session is named by its id or the beginning of it; a node by a head, by
-"root", or by its id in hexadecimal or the beginning of that. Exact names come first; what may mean several things is refused,
-with a list of them.
+A place is ``SESSION``, ``SESSION/NODE`` or ``NODE``. A session is named by its id or the beginning of it, and one that was
+imported by the title of its conversation; a node by a head, by "root", by its id in hexadecimal or the beginning of that, and in
+its session by its key. Exact names come first, titles and keys last; what may mean several things is refused, with a list of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from sessiontree.backends.shared import Backend
 from sessiontree.cli.output import NoStore, Usage, is_url, styled, write
 from sessiontree.cli.shape import Shape
 from sessiontree.errors import CorruptTree, IncompatibleStore
+from sessiontree.interchange import title_of
 from sessiontree.node import Node
 from sessiontree.render import _facts
 from sessiontree.store import Session, SessionStore, backend_at
@@ -186,7 +187,7 @@ def session_named(store: Any, text: str | None) -> Session:
         return _got(store, ids[0])
     if text in ids:
         return _got(store, text)
-    found = [each for each in ids if each.startswith(text)]
+    found = [each for each in ids if each.startswith(text)] or _titled(store, ids, text)
     if not found:
         raise Usage(f"no session {text!r}; `sessiontree ls` lists them")
     if len(found) > 1:
@@ -211,6 +212,16 @@ def sessions_named(store: Any, texts: list[str] | None) -> list[str] | None:
         else:
             found.append(session_named(store, text).id)
     return list(dict.fromkeys(found))
+
+
+def _titled(store: Any, ids: tuple[str, ...], text: str) -> list[str]:
+    """Ids of the sessions whose conversations have that title, or else one that begins so."""
+    titles = {}
+    for session_id in ids:
+        with suppress(CorruptTree):
+            titles[session_id] = title_of(_got(store, session_id)) or ""
+    exact = [session_id for session_id, title in titles.items() if title == text]
+    return exact or [session_id for session_id, title in titles.items() if title.startswith(text)]
 
 
 def _got(store: Any, session_id: str) -> Session:
@@ -270,18 +281,28 @@ def _find_spot(store: Any, text: str | None) -> Spot:
         raise _ambiguous(f"{text!r} may be any of", [_described(*spot) for spot in found])
     if found:
         return Spot(*found[0])
+    for title, node in [(text, None), *_splits(text)]:
+        if _titled(store, ids, title):
+            session = session_named(store, title)
+            shape = Shape(session._tree)
+            return Spot(session, shape, None if node is None else _ordinal_named(session, shape, node))
     raise missing or Usage(f"nothing is called {text!r} here; a place is SESSION, SESSION/NODE or NODE, see `sessiontree ls`")
 
 
 def _meanings(store: Any, text: str, ids: tuple[str, ...]) -> Iterator[tuple[str | None, str | None]]:
     """(session, node) that a place may mean, the most exact first."""
-    splits = [(text[:at], text[at + 1 :]) for at, each in enumerate(text) if each == "/" and at + 1 < len(text)]
+    splits = _splits(text)
     yield from (split for split in splits if split[0] in ids or not split[0])
     if len(ids) == 1 and (text == "root" or text in _got(store, ids[0])._tree._heads):
         yield None, text
     if any(each.startswith(text) for each in ids):
         yield text, None
     yield from (split for split in splits if any(each.startswith(split[0]) for each in ids))
+
+
+def _splits(text: str) -> list[tuple[str, str]]:
+    """All ways to take a place apart at a slash."""
+    return [(text[:at], text[at + 1 :]) for at, each in enumerate(text) if each == "/" and at + 1 < len(text)]
 
 
 def _heads_of(store: Any, ids: tuple[str, ...], text: str) -> list[tuple[Session, Shape, int]]:
@@ -321,7 +342,7 @@ def _ordinal_named(session: Session, shape: Shape, text: str) -> int:
         return shape.ordinal_of_head(text)
     if text == "root":
         return 0
-    found = shape.matching(text) if _HEX.fullmatch(text) else []
+    found = (shape.matching(text) if _HEX.fullmatch(text) else []) or shape.with_key(text)
     if not found:
         raise Usage(f"session {session.id!r} has no head and no node {text!r}")
     if len(found) > 1:

@@ -26,7 +26,7 @@ from sessiontree.cli.shape import Shape
 from sessiontree.cli.words import Words
 from sessiontree.digest import ID_BYTES, pack
 from sessiontree.errors import CorruptTree, UnknownNode
-from sessiontree.interchange import message_of, text_of
+from sessiontree.interchange import message_of, text_of, title_of
 from sessiontree.media import MediaItem
 from sessiontree.node import Node
 from sessiontree.positions import MODES
@@ -214,6 +214,7 @@ class Viewed:
         return {
             "session": {
                 "id": session.id,
+                "title": title_of(session),
                 "scheme": session.scheme.name,
                 "scheme_params": _exact(plain(dict(session.scheme.params))),
                 "axes": _axes(session.scheme.num_axes),

@@ -6,16 +6,17 @@ docs/interchange.md. Other packages add formats by the entry point group ``sessi
 
 from sessiontree.interchange.appending import append_messages
 from sessiontree.interchange.conversations import Conversation, Image, Message, Tree, Turn, text_of
-from sessiontree.interchange.formats import Format, format_named, formats
+from sessiontree.interchange.formats import LACKING, Format, format_named, formats
 from sessiontree.interchange.loading import DEFAULT_SCHEME, ImportReport, import_file
 from sessiontree.interchange.losses import Loss, Losses
 from sessiontree.interchange.saving import ExportReport, export_file
 from sessiontree.interchange.source import SourceFile
 from sessiontree.interchange.templates import ChatTemplate
-from sessiontree.interchange.words import message_of
+from sessiontree.interchange.words import message_of, title_of
 
 __all__ = [
     "DEFAULT_SCHEME",
+    "LACKING",
     "ChatTemplate",
     "Conversation",
     "ExportReport",
@@ -35,4 +36,5 @@ __all__ = [
     "import_file",
     "message_of",
     "text_of",
+    "title_of",
 ]

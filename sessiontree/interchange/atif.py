@@ -30,7 +30,7 @@ from sessiontree.interchange.formats import Format
 from sessiontree.interchange.images import as_data_url, from_data_url
 from sessiontree.interchange.losses import Losses
 from sessiontree.interchange.per_token import checked_ids, ids_of, numbers, over, trained_mask, under
-from sessiontree.interchange.source import SourceFile, expect
+from sessiontree.interchange.source import SourceFile, expect, parsed
 from sessiontree.interchange.words import is_text
 
 _VERSION: Final = "ATIF-v1.7"
@@ -45,6 +45,8 @@ _REPLY: Final = "completion_token_ids"
 
 Ids = NDArray[np.int32]
 _NO_IDS: Final[Ids] = np.empty(0, np.int32)
+#: What a trajectory is called: the run that it is of, and it alone.
+_NAMES: Final = ("session_id", "trajectory_id")
 Row = list[tuple[Turn, dict[str, Any]]]  # turns, and what each was read from
 
 
@@ -53,9 +55,12 @@ def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
     value = file.document(losses)
     if value is None or not expect(value, dict, "a trajectory", "the whole file", losses):
         return
-    run, own = (_text(value.get(key)) for key in ("session_id", "trajectory_id"))
+    if not value.keys() & {"schema_version", "steps"}:
+        losses.fault("no trajectory", "the whole file", "it has neither schema_version nor steps")
+        return
+    run, own = (_text(value.get(key)) for key in _NAMES)
     name = own or (file.path.name.removesuffix(".json") if run else file.stem)
-    conversation = Conversation(id=f"{run}/{name}" if run else name, turns=())
+    conversation = Conversation(id=f"{run}/{name}" if run and run != name else name, turns=())
     try:
         _fill(conversation, value, losses)
     except RecursionError:
@@ -98,6 +103,8 @@ def _fill(conversation: Conversation, value: dict[str, Any], losses: Losses) -> 
         kept[prefix] = trajectory
     conversation.turns = turns
     conversation.fields["trajectories"] = kept
+    extra = value.get("extra")
+    conversation.title = _text(extra.get("title")) or None if isinstance(extra, dict) else None
 
 
 def _tools(trajectory: dict[str, Any]) -> tuple[dict[str, Any], ...]:
@@ -207,7 +214,7 @@ def _content(value: Any, place: str, losses: Losses) -> tuple[Any, tuple[Image, 
         source = part.get("source") if isinstance(part, dict) and part.get("type") == "image" else None
         url = source.get("path") if isinstance(source, dict) else None
         image = from_data_url(url, place, losses) if isinstance(url, str) and url.startswith("data:") else None
-        if image is not None:
+        if image is not None and as_data_url(image) == url:
             images.append(image)
             parts.append({"type": "image", "image": len(images) - 1})
         else:
@@ -302,11 +309,18 @@ class _Written:
         self._tree = Tree(conversation)
         self._holders: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}  # of a turn: its trajectory, and its step or result
         kept = conversation.fields.get("trajectories") or {"": _new(conversation.id, {"title": conversation.title})}
-        self._made: dict[str, dict[str, Any]] = {prefix: dict(each) | {"steps": []} for prefix, each in kept.items()}
+        self._made: dict[str, dict[str, Any]] = {}
+        for prefix, each in kept.items():
+            inside = each.get("subagent_trajectories")
+            copied = {"subagent_trajectories": list(inside)} if isinstance(inside, list) else {}
+            self._made[prefix] = {**each, **copied, "steps": []}
+        self._used = {each.get("trajectory_id") for each in self._made.values()}
         self.root = self._made.setdefault("", _new(conversation.id, {}) | {"steps": []})
         for prefix, each in self._made.items():
             if prefix:
                 self._put_inside(each, self._made.get(prefix[: prefix[:-1].rfind(":") + 1], self.root))
+        if conversation.read_as is not None:
+            self.root |= dict.fromkeys(_NAMES if "trajectory_id" in self.root else _NAMES[:1], conversation.id)
         if conversation.tools:
             self.root["agent"] = self.root["agent"] | {"tool_definitions": [dict(tool) for tool in conversation.tools]}
         self._write_branches(conversation)
@@ -346,19 +360,24 @@ class _Written:
         return trajectory
 
     def _unused(self, name: str) -> str:
-        used = {each.get("trajectory_id") for each in self._made.values()}
-        while name in used:
+        while name in self._used:
             name += "'"
+        self._used.add(name)
         return name
 
     def _put_inside(self, inner: dict[str, Any], outer: dict[str, Any]) -> None:
-        outer["subagent_trajectories"] = [*(outer.get("subagent_trajectories") or ()), inner]
+        inside = outer.get("subagent_trajectories")
+        if not isinstance(inside, list):
+            inside = outer["subagent_trajectories"] = []
+        inside.append(inner)
 
     def _write(self, branch: Branch, trajectory: dict[str, Any]) -> None:
         steps = trajectory["steps"]
         known: list[Ids] = []
+        untold: list[str] = []  # turns with ids since the last prompt that says them
         for turn in branch:
             assert turn.id is not None
+            said: dict[str, Any] = {}
             if turn.message is None:
                 self._losses.add("turns that are no messages", turn.id)
             elif self._answers(turn, steps):
@@ -376,8 +395,16 @@ class _Written:
                 steps.append(said)
                 self._holders.setdefault(turn.id, (trajectory, said))
             known.append(ids_of(turn))
+            metrics = said.get("metrics") or {}
+            if metrics.get(_PROMPT) is not None:
+                untold.clear()
+            if len(known[-1]) and metrics.get(_REPLY) is None:
+                untold.append(turn.id)
             for annotation in turn.annotations.keys() - {LOGPROBS, LOSS_MASK}:
                 self._losses.add(f"the annotation {annotation}", turn.id)
+
+        if untold:
+            self._losses.add("token ids of turns that no prompt after them says", untold[0], len(untold))
 
     def _answers(self, turn: Turn, steps: list[dict[str, Any]]) -> bool:
         """Whether a turn is a result of the step before it."""
@@ -401,7 +428,7 @@ def _results(step: dict[str, Any]) -> list[Any]:
 def _new(session_id: str | None, extra: Mapping[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {"schema_version": _VERSION, "agent": {"name": "unknown", "version": "unknown"}}
     said = {key: value for key, value in extra.items() if value is not None}
-    return made | ({"session_id": session_id} if session_id else {}) | ({"extra": said} if said else {})
+    return made | (dict.fromkeys(_NAMES, session_id) if session_id else {}) | ({"extra": said} if said else {})
 
 
 def _step(turn: Turn, number: int, known: list[Ids], losses: Losses) -> dict[str, Any]:
@@ -497,12 +524,16 @@ def _as_call(call: Mapping[str, Any], losses: Losses, place: str) -> dict[str, A
     function = said if isinstance(said, Mapping) else {}
     written = function.get("arguments")
     try:
-        arguments = json.loads(written) if isinstance(written, str) else written
+        arguments = parsed(written) if isinstance(written, str) else written
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         losses.add("arguments of a call that are no mapping: they are one of text", place)
         arguments = {} if written is None else {"arguments": written}
+    elif json.dumps(arguments, ensure_ascii=False) != written:
+        losses.add("how the JSON of a tool call's arguments is written", place)
+    if not function:
+        losses.add("tool calls that are no functions", place)
     return {
         "tool_call_id": call["id"] if isinstance(call.get("id"), str) else "",
         "function_name": function["name"] if isinstance(function.get("name"), str) else "",
@@ -517,4 +548,13 @@ def _stamp(seconds: float | None) -> str | None:
         return None
 
 
-FORMAT: Final = Format("atif", "trajectories of agents as Harbor keeps them (ATIF, JSON)", ".json", read, write, single=True)
+FORMAT: Final = Format(
+    "atif",
+    "trajectories of agents as Harbor keeps them (ATIF, JSON)",
+    ".json",
+    read,
+    write,
+    single=True,
+    lacks=frozenset({"created_at", "heads", "main", "finish_reason", "derived_from"}),
+    keys=frozenset({"role", "content", "reasoning_content", "tool_calls", "tool_call_id"}),
+)

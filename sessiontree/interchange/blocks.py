@@ -18,7 +18,7 @@ import attrs
 from sessiontree.interchange.conversations import Image, Message, Turn
 from sessiontree.interchange.images import from_base64, to_base64
 from sessiontree.interchange.losses import Losses
-from sessiontree.interchange.source import expect
+from sessiontree.interchange.source import expect, parsed
 
 Block = dict[str, Any]
 Layout = list[dict[str, Any]]
@@ -209,12 +209,14 @@ def _call(turn: Turn, call: Any, form: Form, losses: Losses) -> Block | None:
         return None
     text = function.get("arguments")
     try:
-        arguments = json.loads(text) if isinstance(text, str) else text
+        arguments = parsed(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, Mapping):
         losses.add("arguments of tool calls that are no JSON mapping stand in one of their text", str(turn.id))
         arguments = {"arguments": text}
+    elif _JSON.encode(arguments) != text:
+        losses.add("how the JSON of a tool call's arguments is written", str(turn.id))
     name = function.get("name")
     return {"type": form.call, "id": str(call.get("id") or ""), "name": str(name or ""), form.arguments: arguments}
 
@@ -235,6 +237,7 @@ def _block(turn: Turn, part: Any, entry: Mapping[str, Any], form: Form, losses: 
         case _ if kind is not None and turn.fields:
             return dict(part)
         case "refusal":
+            losses.add("a refusal, written as text", str(turn.id))
             made = {"type": "text", "text": str(part.get("refusal"))}
     if made is None:
         losses.add(f"parts of content of type {kind}", str(turn.id))
@@ -249,11 +252,3 @@ def _result_block(turn: Turn, part: Mapping[str, Any], layout: Any, form: Form, 
     elif isinstance(content, (list, tuple)):
         made["content"] = put_together(turn, {"content": content}, None if layout is ... else layout, form, losses)
     return made
-
-
-def add_losses(turn: Turn, losses: Losses) -> None:
-    """What a turn of another format has and no transcript does."""
-    if turn.annotations:
-        losses.add("annotations", str(turn.id))
-    if turn.derived_from:
-        losses.add("what turns were made of", str(turn.id))

@@ -434,10 +434,10 @@ class _Writer:
             for name in turn.fields.get("absent", ()):
                 del node[name]
         current = conversation.heads.get(MAIN) or next(reversed(turns), root)
-        if len(conversation.heads) > 1:
-            self._losses.add("heads other than main", conversation.id)
         value: dict[str, Any] = {} if conversation.title is None else {"title": conversation.title}
         value |= self._skeleton() if own is None else own
+        if conversation.read_as is not None:
+            value |= {"conversation_id": conversation.id} | ({"id": conversation.id} if "id" in value else {})
         return value | {"mapping": self._nodes} | ({} if current is None else {"current_node": current})
 
     def _skeleton(self) -> dict[str, Any]:
@@ -517,6 +517,8 @@ class _Writer:
                 _envelope(turn, author, {"content_type": kind, "parts": parts or [""]}, end_turn=end_turn, metadata=metadata)
             )
         for call_id, tool, arguments in calls:
+            if not _is_object(arguments):
+                self._losses.add("arguments that are no JSON object: they are one of text", place)
             content = {"content_type": "code", "language": "unknown", "response_format_name": None, "text": arguments}
             metadata = {} if call_id is None else {"tool_call_id": call_id}
             recipient = f"functions.{tool}" if tool in _NO_TOOL else tool
@@ -525,9 +527,6 @@ class _Writer:
                 self._tools[call_id] = recipient
         if len(made) > 1:
             self._losses.add("a message that is several nodes: its reasoning, its text, each tool call", place)
-        for key in message.keys() - _SAID:
-            if message[key]:
-                self._losses.add(f"{key} of a message", place)
         return made
 
     def _parts(self, turn: Turn, place: str) -> Iterator[Any]:
@@ -570,9 +569,6 @@ _ROLES: Final = {
     "tool": "tool",
     "function": "tool",
 }
-
-#: What of a message has its place.
-_SAID: Final = frozenset({"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id", "function_call", "refusal"})
 
 _SKELETON: Final[Mapping[str, Any]] = {
     "moderation_results": [],
@@ -646,4 +642,6 @@ FORMAT: Final = Format(
     read,
     write,
     folder=True,
+    lacks=frozenset({"heads", "token_ids", "finish_reason", "derived_from", "annotations"}),
+    keys=frozenset({"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id", "function_call", "refusal"}),
 )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 from uuid import NAMESPACE_OID, UUID, uuid5
 
-from sessiontree.interchange.blocks import Block, Form, add_losses, put_together, take_apart, usual_layout
+from sessiontree.interchange.blocks import Block, Form, put_together, take_apart, usual_layout
 from sessiontree.interchange.conversations import MAIN, Conversation, Image, Message, Turn, text_of
 from sessiontree.interchange.formats import Format
 from sessiontree.interchange.images import to_base64
@@ -66,7 +66,7 @@ _FORM: Final = Form(
 
 def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
     """The one session of a file, called as the file is: Claude Code's own lines may name others, which they were copied from."""
-    conversation = Conversation(id=file.stem, turns=())
+    conversation = Conversation(id=Path(file.path.name).stem, turns=())
     conversation.turns = _Transcript(conversation, losses).turns(file)
     yield conversation
 
@@ -115,7 +115,7 @@ class _Transcript:
         """A turn for each line with a uuid; all else goes to the conversation at last."""
         conversation, remarks = self._conversation, _Remarks()
         before: list[Any] = []
-        empty = True
+        empty = typeless = True
         for place, line in file.lines(self._losses):
             empty = False
             if not (
@@ -124,6 +124,7 @@ class _Transcript:
                 and expect(line.get("parentUuid"), (str, type(None)), "a parentUuid", place, self._losses)
             ):
                 continue
+            typeless = typeless and "type" not in line
             if line.get("uuid") is None:
                 remarks.tell(line, self._ids)
                 before.append(line)
@@ -140,6 +141,8 @@ class _Transcript:
                 yield turn
         if empty:
             self._losses.fault("no transcript: it has no lines", "the whole file")
+        elif typeless:
+            self._losses.fault("no transcript: no line says its type", "the whole file")
         if before:
             conversation.fields["after"] = before
         if remarks.main is not None:
@@ -274,11 +277,12 @@ class _Lines:
         self._names: dict[str, str] = {}  # uuids, by ids of turns
         self._aside: set[str] = set()  # turns of subagents
         self._time = 0.0
+        self._session = _uuid(conversation.id, conversation.id)
         #: What each line says of where the session is; as the line before did.
         self._around: dict[str, Any] = {
             "userType": "external",
             "cwd": "/",
-            "sessionId": _uuid(conversation.id, conversation.id),
+            "sessionId": self._session,
             "version": _VERSION,
             "gitBranch": "",
         }
@@ -293,7 +297,7 @@ class _Lines:
             self._names[str(turn.id)] = last
             if own:
                 yield from self._remarked(turn.fields.get("before", ()))
-                line = self._own(turn)
+                line = self._renamed(self._own(turn))
                 self._around |= {key: line[key] for key in self._around if key in line}
             else:
                 yield from self._remarked(after)  # what stood at the end stays before what is new
@@ -311,15 +315,18 @@ class _Lines:
         main = self._names.get(conversation.heads.get(MAIN, ""))
         if main is not None and main != (remarks.main or last):
             yield {"type": "last-prompt", "leafUuid": main, **session}
-        if heads := conversation.heads.keys() - {MAIN}:
-            self._losses.add("heads other than main", conversation.id, len(heads))
         if conversation.tools:
             self._losses.add("tools: Claude Code has its own", conversation.id)
 
     def _remarked(self, lines: Iterable[Any]) -> Iterator[Any]:
         for line in lines:
             self._remarks.tell(line, self._names)
-            yield line
+            yield self._renamed(line)
+
+    def _renamed(self, line: dict[str, Any]) -> dict[str, Any]:
+        """A line that was read, of the session that it stands in now."""
+        forked = self._conversation.read_as is not None and "sessionId" in line
+        return line | {"sessionId": self._session} if forked else line
 
     def _own(self, turn: Turn) -> dict[str, Any]:
         """The line that a turn was read from."""
@@ -350,7 +357,6 @@ class _Lines:
     def _line(self, turn: Turn) -> dict[str, Any]:
         """The line of a turn that was none of Claude Code's."""
         losses, place, message = self._losses, str(turn.id), turn.message
-        add_losses(turn, losses)
         name = self._names[place]
         if name != place:
             losses.add("ids that are no UUIDs are others", place)
@@ -396,4 +402,13 @@ def _uuid(session: str, text: str) -> str:
     return str(uuid5(NAMESPACE_OID, json.dumps([session, text])))
 
 
-FORMAT: Final = Format("claude-code", "transcripts of Claude Code (JSONL)", ".jsonl", read, write, single=True)
+FORMAT: Final = Format(
+    "claude-code",
+    "transcripts of Claude Code (JSONL)",
+    ".jsonl",
+    read,
+    write,
+    single=True,
+    lacks=frozenset({"created_at", "heads", "token_ids", "derived_from", "annotations"}),
+    keys=frozenset({"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}),
+)

@@ -77,13 +77,19 @@ class Conversation:
     ``tools``: definitions in OpenAI's form, which chat templates show to the model. ``heads``: names for turns, by their ids,
     "main" for the one to go on from; without it, that is the last turn. ``fields``: what else the format has to say of the whole.
 
+    ``read_as``: the id under which its turns were read, where ``id`` is another: that of a fork of the session that they became.
+    What ``fields`` of it and of its turns say of an id is then of that one, and a writer puts ``id`` in its place: no two
+    conversations of a file have the same.
+
     ``mark``: a digest of the text it was read from; None where that is the whole file. An import passes over what it knows.
 
-    All but ``id``, ``mark``, ``tools`` and ``turns`` is looked at when ``turns`` are used up: a reader may still set it until then.
+    All but ``id``, ``read_as``, ``mark``, ``tools`` and ``turns`` is looked at when ``turns`` are used up: a reader may set it
+    until then.
     """
 
     id: str
     turns: Iterable[Turn]
+    read_as: str | None = None
     mark: str | None = None
     title: str | None = None
     created_at: float | None = None
@@ -94,11 +100,8 @@ class Conversation:
 
 def text_of(message: Message | None) -> str:
     """The text of a message, parts that are text put together."""
-    content = None if message is None else message.get("content")
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, (list, tuple)) else ()
-    return "".join(part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str))
+    parts = () if message is None else parts_of(message)
+    return "".join(part["text"] for part in parts if isinstance(part.get("text"), str))
 
 
 def messages_of(turn: Turn) -> list[Message]:
@@ -114,7 +117,8 @@ def messages_of(turn: Turn) -> list[Message]:
     results: list[Any] = []
     rest: list[Any] = []
     for part in content if isinstance(content, (list, tuple)) else ():
-        (results if isinstance(part, Mapping) and part.get("type") == "tool_result" else rest).append(part)
+        is_result = isinstance(part, Mapping) and part.get("type") == "tool_result" and "tool_call_id" in part
+        (results if is_result else rest).append(part)
     if not results:
         return [message]
     made: list[Message] = [

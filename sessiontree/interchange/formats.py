@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -18,6 +18,19 @@ from sessiontree.interchange.source import SourceFile
 #: The group of entry points; each names a :class:`Format`.
 GROUP: Final = "sessiontree.formats"
 
+#: What a format may have no place for, and what a loss of it is called.
+LACKING: Final[Mapping[str, str]] = {
+    "title": "titles",
+    "created_at": "when a conversation was begun",
+    "heads": "heads other than main",
+    "main": "which turn is gone on from",
+    "token_ids": "token ids",
+    "times": "when turns were made",
+    "finish_reason": "why turns ended",
+    "derived_from": "what turns were made of",
+    "annotations": "the annotation",  # and its name
+}
+
 Read = Callable[[SourceFile, Losses], Iterator[Conversation]]
 Write = Callable[[Iterable[Conversation], Path, Losses], None]
 
@@ -31,6 +44,9 @@ class Format:
     losses)``: makes the file at a path where there is none yet; ids and parents of turns are all there, parents come first. What
     the format cannot hold is ``losses.add(...)``. None where it only goes one way.
 
+    ``lacks``: of :data:`LACKING`, what it has no place for, whoever's turns are written: an export counts that, and ``write`` need
+    not. ``keys``: what of messages of other formats it has places for; None: anything.
+
     ``suffix``: what its files' names end in. ``single``: whether a file holds one conversation; several are a folder of files then.
     ``folder``: whether a folder is read as one, and given to ``read`` whole. ``summary``: a line for who chooses.
     """
@@ -42,6 +58,8 @@ class Format:
     write: Write | None = None
     single: bool = False
     folder: bool = False
+    lacks: frozenset[str] = frozenset()
+    keys: frozenset[str] | None = None
 
 
 _OWN: Final = (

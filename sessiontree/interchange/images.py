@@ -9,7 +9,7 @@ import re
 import zipfile
 from pathlib import Path
 from typing import Final
-from urllib.parse import unquote_to_bytes
+from urllib.parse import unquote, unquote_to_bytes
 
 from sessiontree.errors import LimitExceeded
 from sessiontree.interchange.conversations import Image
@@ -55,8 +55,12 @@ def from_base64(text: str, mime_type: str, place: str, losses: Losses) -> Image 
     return Image(data, mime_type)
 
 
+#: Base64 as mail and URLs have it, as it is written without either.
+_SAFE: Final = str.maketrans("-_", "+/", " \t\r\n=")
+
+
 def from_data_url(url: str, place: str, losses: Losses) -> Image | None:
-    """A picture of a ``data:`` URL, RFC 2397; None where that is a fault."""
+    """A picture of a ``data:`` URL, RFC 2397; None where that is a fault. Its base64 may have white space, or be made for URLs."""
     head, comma, body = url.removeprefix("data:").partition(",")
     kind, *parameters = head.split(";")
     if not comma:
@@ -64,7 +68,10 @@ def from_data_url(url: str, place: str, losses: Losses) -> Image | None:
         return None
     mime_type = ";".join([kind or "text/plain", *(each for each in parameters if each != "base64")])
     if "base64" in parameters:
-        return from_base64(body, mime_type, place, losses)
+        body = unquote(body)
+        digits = body.translate(_SAFE)
+        padded = digits + "=" * (-len(digits) % 4)
+        return from_base64(body if len(digits) % 4 == 1 else padded, mime_type, place, losses)
     return Image(unquote_to_bytes(body), mime_type)
 
 

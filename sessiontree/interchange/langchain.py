@@ -15,6 +15,7 @@ from sessiontree.interchange.conversations import Image, Message, Turn
 from sessiontree.interchange.images import as_data_url, from_base64, from_data_url, to_base64
 from sessiontree.interchange.losses import Losses
 from sessiontree.interchange.plain import Foreign, from_plain, to_plain
+from sessiontree.interchange.source import parsed
 
 _PYDANTIC: Final = 5  # the code under which LangGraph's msgpack has models of pydantic
 _BUILT: Final = "model_validate_json"
@@ -284,7 +285,10 @@ def _made(message: Message, images: Sequence[Image], blocks: Mapping[str, Any], 
             more["reasoning_content"] = thought
         calls, invalid = [], []
         for call in message.get("tool_calls") or ():
-            function = call.get("function") or {}
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if not isinstance(function, Mapping):
+                losses.add("tool calls that are no functions", "")
+                continue
             text = function.get("arguments")
             made = {"name": function.get("name"), "args": _arguments(text, losses), "id": call.get("id")}
             if made["args"] is not None:
@@ -300,7 +304,7 @@ def _made(message: Message, images: Sequence[Image], blocks: Mapping[str, Any], 
 def _arguments(text: Any, losses: Losses) -> dict[str, Any] | None:
     """What arguments say; None where they are no JSON object, or one that msgpack cannot hold."""
     try:
-        value = json.loads(text)
+        value = parsed(text)
         if not isinstance(value, dict) or to_plain(value) != value:
             return None
     except (TypeError, ValueError, RecursionError, LimitExceeded):
@@ -315,12 +319,28 @@ def write_message(turn: Turn, losses: Losses) -> Foreign:
     kept = turn.fields.get("langchain")
     if kept is not None and "removed" in kept:
         return _value("langchain_core.messages.modifier", "RemoveMessage", from_plain(kept["removed"]))
-    assert turn.message is not None
-    kept = kept if kept is not None else {"set": {"id": turn.id}}
-    module, name, entries = _made(turn.message, turn.images, kept.get("blocks", {}), losses)
+    message = turn.message
+    assert message is not None
+    if kept is None:
+        kept, message = {"set": {"id": turn.id}}, _encodable(message)
+        if message != turn.message:
+            losses.add("lone surrogates in text, which msgpack cannot hold", str(turn.id))
+    module, name, entries = _made(message, turn.images, kept.get("blocks", {}), losses)
     module, name = kept.get("class", (module, name))
     entries = {key: each for key, each in entries.items() if key not in kept.get("unset", ())}
     return _value(module, name, entries | from_plain(kept.get("set", {})))
+
+
+def _encodable(value: Any) -> Any:
+    """JSON with U+FFFD where its text has lone surrogates."""
+    match value:
+        case str():
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case Mapping():
+            return {_encodable(key): _encodable(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_encodable(each) for each in value]
+    return value
 
 
 def _value(module: str, name: str, entries: dict[str, Any]) -> Foreign:

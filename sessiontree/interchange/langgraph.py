@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +25,7 @@ import attrs
 
 from sessiontree.errors import LimitExceeded, NeedsExtra
 from sessiontree.interchange.conversations import MAIN, Branch, Conversation, Tree, Turn
-from sessiontree.interchange.formats import Format
+from sessiontree.interchange.formats import LACKING, Format
 from sessiontree.interchange.langchain import as_message, read_message, write_message
 from sessiontree.interchange.losses import Losses
 from sessiontree.interchange.plain import Foreign, from_plain, to_plain
@@ -338,7 +338,8 @@ class _Written:
         self.tree = Tree(conversation)
         self._losses = losses
         fields = conversation.fields
-        self._of = fields.get("thread_id", conversation.id), fields.get("checkpoint_ns", "")
+        own = "thread_id" in fields and conversation.read_as is None
+        self._of = (fields["thread_id"], fields["checkpoint_ns"]) if own else (conversation.id, "")
         self._created_at = conversation.created_at
         self._messages: dict[str, Foreign] = {}
         self._paths: dict[str, list[str]] = {}
@@ -374,9 +375,7 @@ class _Written:
             self.checkpoints[each] = _id_after(last, number)
         kept = at.get(main)
         if kept is not None and self.checkpoints[kept] != max(self.checkpoints.values()):
-            self._losses.add("which turn is gone on from: of a thread it is the last checkpoint", conversation.id)
-        if len(conversation.heads) > 1:
-            self._losses.add("heads other than main", conversation.id, len(conversation.heads) - 1)
+            self._losses.add(LACKING["main"], conversation.id)
 
     def _path(self, turn_id: str | None) -> list[str]:
         """Ids of the turns that are messages, down to one."""
@@ -387,7 +386,8 @@ class _Written:
 
     def message(self, checkpoint: str, number: int) -> Foreign:
         """The message of that number in the state of a checkpoint."""
-        return self._message(self._path(self._own[checkpoint])[number])
+        turn_id = _turn_id((checkpoint, number))
+        return self._message(turn_id if turn_id in self.tree.turns else self._path(self._own[checkpoint])[number])
 
     def _message(self, turn_id: str) -> Foreign:
         if turn_id not in self._messages:
@@ -404,9 +404,15 @@ class _Written:
                 from_plain(turn.fields["metadata"]),
                 turn.fields["parent"],
             )
+            state, writes = value["channel_values"], from_plain(turn.fields["writes"])
+            if pending := [name for name, each in state.items() if self._names_another(each)]:
+                self._losses.add("input that is on a branch that is not here", turn_id)
+                value["channel_values"] = state = {name: each for name, each in state.items() if name not in pending}
+            if self._names_another(writes):
+                self._losses.add("what was written after a checkpoint, on a branch that is not here", turn_id)
+                writes = []
             if (channel := turn.fields["channel"]) is not None:
-                value["channel_values"][channel] = messages
-            writes = from_plain(turn.fields["writes"])
+                state[channel] = messages
         else:
             assert turn.parent is not ...
             above = self._after[turn.parent]
@@ -416,11 +422,29 @@ class _Written:
         thread, space = self._of
         config = {"configurable": {"thread_id": thread, "checkpoint_ns": space, "checkpoint_id": parent}}
         saver.put(config, value, metadata, {})
+        names = "thread_id, checkpoint_ns, checkpoint_id, task_id, task_path, idx, channel, type, value"
         with saver.cursor() as cursor:
-            for task, path, number, channel, each in writes:
-                row = (thread, space, checkpoint_id, task, path, number, channel, *saver.serde.dumps_typed(each))
-                names = "thread_id, checkpoint_ns, checkpoint_id, task_id, task_path, idx, channel, type, value"
-                cursor.execute(f"INSERT INTO writes ({names}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+            for *row, each in writes:
+                cursor.execute(
+                    f"INSERT INTO writes ({names}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (thread, space, checkpoint_id, *row, *saver.serde.dumps_typed(each)),
+                )
+
+    def _names_another(self, value: Any) -> bool:
+        """Whether a value names a message of a branch that is not here: of a fork, or where only one branch is written."""
+        waiting = [value]
+        while waiting:
+            match waiting.pop():
+                case Foreign("message", [str() as checkpoint, int() as number]):
+                    if _turn_id((checkpoint, number)) not in self.tree.turns and checkpoint not in self._own:
+                        return True
+                case Foreign(_, parts):
+                    waiting.extend(parts)
+                case Mapping() as each:
+                    waiting.extend(each.values())
+                case list() | tuple() as each:
+                    waiting.extend(each)
+        return False
 
 
 def _own(turn: Turn) -> bool:
@@ -448,4 +472,12 @@ def _fresh(checkpoint_id: str, messages: list[Foreign], created_at: float | None
     }
 
 
-FORMAT: Final = Format("langgraph", "LangGraph's checkpoints (SQLite files of its SqliteSaver)", ".sqlite", read, write)
+FORMAT: Final = Format(
+    "langgraph",
+    "LangGraph's checkpoints (SQLite files of its SqliteSaver)",
+    ".sqlite",
+    read,
+    write,
+    lacks=frozenset({*LACKING} - {"main"}),
+    keys=frozenset({"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}),
+)

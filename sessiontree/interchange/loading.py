@@ -10,26 +10,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+from uuid import UUID
 
 import attrs
 import numpy as np
 
 from sessiontree.backends.base import Progress
-from sessiontree.errors import InterchangeError, SessionExists, SessionTreeError, UnknownFormat, UnknownHead
+from sessiontree.errors import HeadMoved, InterchangeError, KeyTaken, SessionExists, SessionTreeError, UnknownFormat, UnknownHead
 from sessiontree.interchange import words
 from sessiontree.interchange.conversations import MAIN, Conversation, Image, Turn
 from sessiontree.interchange.formats import Format, format_named
 from sessiontree.interchange.losses import Loss, Losses
 from sessiontree.interchange.source import SourceFile
-from sessiontree.interchange.templates import LOOKS_BACK, SYSTEM, ChatTemplate, Rendered
+from sessiontree.interchange.templates import LOOKS_BACK, SYSTEM, ChatTemplate, Rendered, TemplateRefused
 from sessiontree.media import MediaItem, media_identity
 from sessiontree.node import Namespace, Node
 from sessiontree.positions import PositionScheme
 from sessiontree.positions import scheme as scheme_named
-from sessiontree.store import Session, SessionStore
+from sessiontree.store import MAX_SESSION_ID, Session, SessionStore
 
 #: The scheme of sessions of which nothing else is said: a token's position is its index.
 DEFAULT_SCHEME: Final = "text@hf5"
@@ -44,6 +47,7 @@ _LOOKED_AT: Final = 256  # nodes that are looked at for the last question
 _BEGINNING: Final = 16  # nodes that are looked at for a system message
 _EVICT_EVERY: Final = 8 * 2**20  # bytes of input
 _IDS_TOLD: Final = 100
+_MOVES: Final = 8  # how often a head is tried that others move
 
 
 @attrs.frozen(kw_only=True)
@@ -99,13 +103,16 @@ def import_file(
     form = format if isinstance(format, Format) else format_named(format)
     if form.read is None:
         raise UnknownFormat(f"{form.name} is written, not read", name=form.name, known=())
-    paths = _files(Path(path), form)
+    path = Path(path)
+    paths = _files(path, form)
     total, before = sum(each.stat().st_size for each in paths), 0
     loader = Importer(store, form, template, scheme, namespace, model_fingerprint, prefix)
     for each in paths:
         losses = loader.losses_in(each.name, salvage)
         told = None if progress is None else _Told(progress, before, total)
-        file = SourceFile(each, told)
+        file = SourceFile(each, told, "" if each == path else each.relative_to(path).with_suffix("").as_posix())
+        if _begins(each, b"\x1f\x8b"):
+            raise InterchangeError(f"{each.name} is compressed by gzip: unpack it first", path=str(each), place="")
         mark = _mark(each) if form.single else None
         evicted = 0
         for conversation in form.read(file, losses):
@@ -137,6 +144,13 @@ def _files(path: Path, form: Format) -> list[Path]:
     return found
 
 
+def _begins(path: Path, magic: bytes) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(magic)) == magic
+
+
 def _mark(path: Path) -> str:
     digest = blake2b(digest_size=16)
     with path.open("rb") as file:
@@ -165,6 +179,8 @@ class Importer:
         self.namespace: Namespace = Namespace.of(namespace)
         self.model_fingerprint = model_fingerprint
         self.prefix = prefix
+        #: Whether turns are shown to the template with the whole path before them, since it looks back further than most.
+        self.looks_far = False
         self._there = set(store.sessions())
         self._losses: list[Losses] = []
         self._counts = {"added": 0, "grown": 0, "known": 0, "turns": 0, "new_nodes": 0, "images": 0, "tokens": 0, "heads_kept": 0}
@@ -191,8 +207,11 @@ class Importer:
         if not words.is_text(conversation.id):
             losses.fault("a conversation's id is no text", repr(conversation.id))
             return
-        mark = None if mark is None else f"{mark} {'tokens' if self.template is not None else 'text'}"
+        mark = None if mark is None else f"{mark} {'tokens' if self.template is not None else 'text'} {self.form.name}"
         name = self.prefix + conversation.id
+        if not 0 < len(name) <= MAX_SESSION_ID:
+            losses.fault(f"the id of a session has 1 to {MAX_SESSION_ID} characters", repr(name[:40]), f"this has {len(name)}")
+            return
         if len(self._session_ids) < _IDS_TOLD:
             self._session_ids.append(name)
         if mark is not None and name in self._there and self._is_known(name, mark):
@@ -219,7 +238,8 @@ class Importer:
         """Whether a session was imported whole from the same. It is not opened for that, which would be written down."""
         tree = self.store.tree(session_id)
         fits = tree.root.scheme == self.scheme and tree.root.namespace == self.namespace
-        return fits and words.facts_from(tree.annotation(tree.root, words.ANNOTATION)).get("mark") == mark
+        facts = words.facts_from(tree.annotation(tree.root, words.ANNOTATION))
+        return fits and words.is_own(facts, session_id) and facts.get("mark") == mark
 
     def _session(self, session_id: str) -> tuple[Session, bool]:
         try:
@@ -264,6 +284,7 @@ class _Conversation:
         self.run_parent: Node = session.root
         self.last: Node = session.root
         self.last_id: str | None = None  # the key of the turn that came last
+        self.looked = False  # whether the template was asked for a whole path
 
     def append(self, parent: Node) -> Node:
         self.last = parent
@@ -363,7 +384,7 @@ class _Conversation:
         for part in (rest.encode(), *(image.data for image in turn.images)):
             if part:
                 digest.update(blake2b(part, digest_size=16).digest())
-        return _Said(turn, f"={digest.hexdigest()}", message)
+        return _Said(turn, str(UUID(bytes=digest.digest())), message)
 
     # Tokens
 
@@ -372,23 +393,61 @@ class _Conversation:
         template = self.loader.template
         if template is None or not turns or turns[0].message is None or turns[0].token_ids is not None:
             return [None] * len(turns)
-        tools = self.conversation.tools
         try:
-            return template.render(self._before(parent), turns, tools, parent.scheme, written=parent.stop > 0)
+            return self._written(template, parent, turns)
         except (SessionTreeError, TypeError) as error:
             self.losses.fault("the template cannot write it", turns[0].place or repr(turns[0].id), str(error))
             return [None] * len(turns)
 
+    def _written(self, template: ChatTemplate, parent: Node, turns: Sequence[Turn]) -> list[Rendered]:
+        """The same, by as little of the path as the template needs: the last few turns.
+
+        The first time in a conversation that these are not all, and where it refuses them, it is asked for the whole path too.
+        Where it writes something else then, since it counts rounds, say, it is shown whole paths from there on.
+        """
+        render = partial(template.render, turns=turns, tools=self.conversation.tools, scheme=parent.scheme, written=parent.stop > 0)
+        if self.loader.looks_far:
+            return render(self._path(parent))
+        few, found, refused = self._before(parent), None, None
+        try:
+            found = render(few)
+            if self.looked or len(few) < LOOKS_BACK:
+                return found
+        except TemplateRefused as error:
+            refused = error
+        path = self._path(parent)
+        self.looked = self.looked or len(path) > len(few)
+        if len(path) > len(few):
+            with suppress(TemplateRefused):
+                whole = render(path)
+                self.loader.looks_far = found is None or any(
+                    not np.array_equal(one.token_ids, other.token_ids) for one, other in zip(found, whole, strict=True)
+                )
+                return whole
+        if found is None:
+            assert refused is not None
+            raise refused
+        return found
+
+    def _path(self, node: Node) -> list[Turn]:
+        """All turns down to a node that are messages."""
+        return [self._turn(each, message) for each in node.path() if (message := words.message_of(each)) is not None]
+
     def _before(self, node: Node) -> list[Turn]:
-        """What a template is shown of the path: its first message where the system speaks, the last question, what came after."""
+        """What a template is shown of the path: its first message where the system speaks, the last question, what came after.
+
+        Where there was a question among the last few, they begin with one: many templates refuse a conversation that does not.
+        """
         said: deque[Turn] = deque()
         asked, at = False, node
-        while at.parent is not None and node.depth - at.depth < _LOOKED_AT and not (asked and len(said) >= LOOKS_BACK):
+        while at.parent is not None and node.depth - at.depth < _LOOKED_AT and len(said) < 2 * LOOKS_BACK:
             if (message := words.message_of(at)) is not None:
                 question = message.get("role") == "user"
-                if len(said) < LOOKS_BACK or (question and not asked):
+                if len(said) < LOOKS_BACK or asked or question:
                     said.appendleft(self._turn(at, message))
                 asked = asked or question
+                if question and len(said) >= LOOKS_BACK:
+                    break
             at = at.parent
         for depth in range(1, min(at.depth, _BEGINNING) + 1):  # above what was shown
             if (message := words.message_of(first := node.ancestor(depth))) is not None:
@@ -408,6 +467,10 @@ class _Conversation:
             node = self._appended(parent, said, rendered)
         except InterchangeError:
             raise
+        except KeyTaken as error:
+            what = "a turn that the session has with other tokens or pictures (a prefix makes another session)"
+            self.losses.fault(what, turn.place or repr(key), str(error))
+            node = self.session.append(parent, [], role=UNREADABLE, key=f"{key} as it is in the file")
         except (SessionTreeError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
             self.losses.fault("a turn that no node can hold", turn.place or repr(key), f"{type(error).__name__}: {error}")
             node = self.session.append(parent, [], role=UNREADABLE, key=key)  # what follows it keeps its place
@@ -447,6 +510,8 @@ class _Conversation:
             )
         if len(self.session.tree) > before:
             self.loader.count("tokens", len(node))
+        elif node.metadata.get(words.MESSAGE) != text:
+            self.losses.add("what turns say now: they stay as they were imported", turn.place or key)
         return node
 
     def _tokens(self, parent: Node, turn: Turn, rendered: Rendered | None) -> tuple[Any, tuple[MediaItem, ...], tuple[Any, ...]]:
@@ -483,14 +548,22 @@ class _Conversation:
         for name in heads.keys() - tips.keys():
             self.losses.fault("no such turn", f"head {name!r}", repr(heads[name]))
         tips.setdefault(MAIN, self.last.id)
-        before = words.facts_from(session.annotation(session.root, words.ANNOTATION)).get("heads", {})
+        said = words.facts_from(session.annotation(session.root, words.ANNOTATION))
+        before = said.get("heads", {}) if words.is_own(said, session.id) else {}
         for name in {**tips, **before}:
             self._move(name, tips.get(name), before.get(name))
-        facts = words.facts_of(conversation, self.loader.form.name, mark, tips)
+        facts = words.facts_of(conversation, session.id, self.loader.form.name, mark, tips)
         session.annotate(session.root, {words.ANNOTATION: facts})
 
     def _move(self, name: str, tip: bytes | None, before: str | None) -> None:
         """Have a head where the file has it, None for nowhere. What is not where an import left it, ``before``, stays there."""
+        for _ in range(_MOVES):
+            with suppress(HeadMoved):  # by another import of the same: then it is looked at again
+                self._moved(name, tip, before)
+                return
+        self.loader.count("heads_kept")
+
+    def _moved(self, name: str, tip: bytes | None, before: str | None) -> None:
         try:
             head = self.session.head(name)
         except UnknownHead:

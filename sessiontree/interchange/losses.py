@@ -40,7 +40,8 @@ class Losses:
         The caller goes on without it then. ``what``: the same words for the same kind; ``detail``: what stands there.
         """
         if not self.salvage:
-            raise InterchangeError(f"{self.file}, {place}: {what}{f': {detail}' if detail else ''}", path=self.file, place=place)
+            where = f"{self.file}, {place}" if place else self.file
+            raise InterchangeError(f"{where}: {what}{f': {detail}' if detail else ''}", path=self.file, place=place)
         _count(self._faults, what, place, 1)
 
     @property

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sessiontree.interchange.conversations import Conversation, Image, Message, Tree, Turn, calls_of, messages_of
-from sessiontree.interchange.formats import Format
+from sessiontree.interchange.formats import LACKING, Format
 from sessiontree.interchange.images import as_data_url, from_data_url
 from sessiontree.interchange.losses import Losses
 from sessiontree.interchange.source import SourceFile, expect
@@ -26,6 +26,9 @@ _ROW: Final = "row"
 def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
     """A conversation for each line, called by its number."""
     for place, line in file.lines(losses):
+        if isinstance(line, list) and any(isinstance(each, dict) and "messages" in each for each in line):
+            losses.fault("a list of conversations, and not one a line", place)
+            continue
         row = {"messages": line} if isinstance(line, list) else line
         if not expect(row, dict, "a conversation", place, losses):
             continue
@@ -83,7 +86,9 @@ def with_images(content: Any, place: str, losses: Losses) -> tuple[Any, tuple[Im
         url = _url(part)
         if url is not None and url.startswith("data:") and "image" not in part:
             image = from_data_url(url, where, losses)
-            if image is not None and as_data_url(image) == url:
+            if image is not None and as_data_url(image) != url:
+                losses.add("pictures whose data URLs are not as we write them: they stay names", where)
+            elif image is not None:
                 rest = {name: value for name, value in part["image_url"].items() if name != "url"}
                 beside = {name: value for name, value in part.items() if name not in ("type", "image_url")}
                 images.append(image)
@@ -136,4 +141,6 @@ def _with_url(part: Any, turn: Turn) -> Any:
     return part
 
 
-FORMAT: Final = Format("openai", "OpenAI chat messages, a conversation a line (JSONL)", ".jsonl", read, write)
+FORMAT: Final = Format(
+    "openai", "OpenAI chat messages, a conversation a line (JSONL)", ".jsonl", read, write, lacks=frozenset(LACKING)
+)

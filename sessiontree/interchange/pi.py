@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 from uuid import NAMESPACE_OID, uuid5
 
-from sessiontree.interchange.blocks import Block, Form, add_losses, put_together, take_apart, usual_layout
+from sessiontree.interchange.blocks import Block, Form, put_together, take_apart, usual_layout
 from sessiontree.interchange.conversations import MAIN, Conversation, Image, Message, Turn, messages_of
 from sessiontree.interchange.formats import Format
 from sessiontree.interchange.losses import Losses
@@ -343,7 +343,7 @@ class _Lines:
             time = iso(conversation.created_at or 0.0)
             return {"type": "session", "version": _VERSION, "id": conversation.id, "timestamp": time, "cwd": ""}
         header = {**self._header, "type": "session"}
-        if not conversation.id.endswith(header["id"]):  # else it is that, or that behind a prefix
+        if conversation.read_as is not None:
             header["id"] = conversation.id
         return header | ({"version": _VERSION} if self._migrated else {})
 
@@ -400,7 +400,6 @@ class _Lines:
     def _entries(self, turn: Turn) -> Iterator[Mapping[str, Any]]:
         """The entries of a turn that was none of pi's: one, or several for several results."""
         losses, place = self._losses, str(turn.id)
-        add_losses(turn, losses)
         messages = messages_of(turn)
         if len(messages) > 1:
             losses.add("a turn with several results of tools is an entry for each", place)
@@ -443,6 +442,7 @@ class _Lines:
                 if "name" in message:
                     losses.add("names of who speaks", place)
             case _:
+                losses.add(f"the role {role}: it is custom", place)
                 return {"type": "custom_message", "customType": role, "content": said["content"], "display": True}
         return {"type": "message", "message": said}
 
@@ -461,4 +461,13 @@ def _sections(text: str, lengths: list[Any]) -> dict[str, Any]:
     return {"content": pieces[0], "sections": {name: piece for (name, _), piece in zip(lengths[1:], pieces[1:], strict=True)}}
 
 
-FORMAT: Final = Format("pi", "sessions of the pi coding agent, versions 1 to 3 (JSONL)", ".jsonl", read, write, single=True)
+FORMAT: Final = Format(
+    "pi",
+    "sessions of the pi coding agent, versions 1 to 3 (JSONL)",
+    ".jsonl",
+    read,
+    write,
+    single=True,
+    lacks=frozenset({"token_ids", "derived_from", "annotations"}),
+    keys=frozenset({"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}),
+)

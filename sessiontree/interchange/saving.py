@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import quote
 
 import attrs
@@ -15,12 +16,15 @@ import numpy as np
 
 from sessiontree.errors import UnknownFormat, Unsupported
 from sessiontree.interchange import words
-from sessiontree.interchange.conversations import MAIN, Conversation, Image, Turn
-from sessiontree.interchange.formats import Format, format_named
+from sessiontree.interchange.conversations import MAIN, Conversation, Image, Turn, parts_of
+from sessiontree.interchange.formats import LACKING, Format, format_named
 from sessiontree.interchange.loading import FILE, UNREADABLE, joined
 from sessiontree.interchange.losses import Loss, Losses
 from sessiontree.node import Node
 from sessiontree.store import Session, SessionStore
+
+#: Turns after which what was read of the store may leave memory.
+_EVICT_EVERY: Final = 2048
 
 Decode = Callable[[list[int]], str]
 
@@ -69,7 +73,7 @@ def export_file(
     if target.exists() and not (overwrite and target.is_file()):
         raise Unsupported(f"{target} is there already")
     names = [at[0]] if at is not None else list(store.sessions() if sessions is None else sessions)
-    saver = _Saver(store, form, None if at is None else at[1], decode)
+    saver = _Saver(store, form, names, None if at is None else at[1], decode)
     if not form.single or len(names) == 1:
         _written(form, map(saver.conversation, names), target, saver.losses)
         files = [target]
@@ -79,7 +83,7 @@ def export_file(
         files = []
         try:
             for name in names:
-                file = f"{quote(name, safe=' ')[:200]}{form.suffix}"
+                file = f"{_file_name(name)}{form.suffix}"
                 _written(form, [saver.conversation(name)], made / file, saver.losses)
                 files.append(target / file)
             made.rename(target)
@@ -96,6 +100,12 @@ def export_file(
     )
 
 
+def _file_name(session_id: str) -> str:
+    """What the file of a session is called, of at most 200 characters, another for each session."""
+    name = quote(session_id, safe=" ")
+    return name if len(name) <= 200 else f"{name[:160]}-{blake2b(session_id.encode(), digest_size=16).hexdigest()}"
+
+
 def _written(form: Format, conversations: Iterable[Conversation], target: Path, losses: Losses) -> None:
     """A file under its name once all of it is on disk."""
     assert form.write is not None
@@ -109,12 +119,21 @@ def _written(form: Format, conversations: Iterable[Conversation], target: Path, 
         made.unlink(missing_ok=True)
 
 
+#: Parts of messages that every format can write; others are for each to count.
+_PARTS: Final = frozenset({"text", "image", "image_url"})
+_OF_CALLS: Final = frozenset({"id", "type", "function", "custom", "name", "arguments", "input", "index"})
+_OF_PARTS: Final = frozenset({"type", "text", "image", "image_url", "url"})
+
+
 class _Saver:
     """One export: what is the same for all its sessions, and what is counted over them."""
 
-    def __init__(self, store: SessionStore, form: Format, at: Node | bytes | None, decode: Decode | None) -> None:
+    def __init__(
+        self, store: SessionStore, form: Format, names: Iterable[str], at: Node | bytes | None, decode: Decode | None
+    ) -> None:
         self.store = store
         self.form = form
+        self.taken = set(names)  # what conversations are called, or may be
         self.at = at
         self.decode = decode
         self.losses = Losses("export")
@@ -131,12 +150,21 @@ class _Saver:
         own = facts.get("format") == self.form.name
         if facts.get("fields") and not own:
             self.losses.add(f"what only {facts.get('format')} says of a whole conversation", session.id)
+        read_as = facts.get("id", session.id)
+        name = self._called(session.id, read_as, words.is_own(facts, session.id))
         nodes = _Nodes(session, at)
         heads = {name: nodes.name(node) for name, node in session.heads.items() if node in nodes and node != root}
         if at is not None and at != root:
             heads.setdefault(MAIN, nodes.name(at))
+        self._count_lacking({name for name in ("title", "created_at") if facts.get(name)}, session.id)
+        self._count_lacking(["heads"] * len(heads.keys() - {MAIN}), session.id)
+        last = nodes.name(nodes.last) if nodes.last is not None else None
+        was = facts.get("heads", {}).get(MAIN) if own and words.is_own(facts, session.id) else None
+        if heads.get(MAIN, last) != last and (MAIN not in session.heads or session.heads[MAIN].id.hex() != was):
+            self._count_lacking(["main"], session.id)
         return Conversation(
-            id=session.id,
+            id=name,
+            read_as=None if name == read_as else read_as,
             turns=self._turns(session, nodes),
             title=facts.get("title"),
             created_at=facts.get("created_at"),
@@ -145,9 +173,60 @@ class _Saver:
             fields=facts.get("fields", {}) if own else {},
         )
 
+    def _count_lacking(self, names: Iterable[str], place: str) -> None:
+        for name in names:
+            if name in self.form.lacks:
+                self.losses.add(LACKING[name], place)
+
+    def _usual(self, message: dict[str, Any], place: str) -> dict[str, Any]:
+        """A message of another format as this one takes it, where it does not take any; what it has no place for is counted."""
+        known = self.form.keys
+        if known is None:
+            return message
+        if isinstance(thought := message.get("reasoning"), str) and "reasoning_content" not in message:  # another name of it
+            message = {key: value for key, value in message.items() if key != "reasoning"} | {"reasoning_content": thought}
+        content = message.get("content")
+        if isinstance(content, list):
+            message |= {"content": [{"type": "text", "text": each} if isinstance(each, str) else each for each in content]}
+        elif content is not None and not isinstance(content, str):
+            self.losses.add("content that is neither text nor a list, written as its JSON", place)
+            message |= {"content": words.to_json(content)}
+        for key in sorted(message.keys() - known):
+            if message[key] is not None:
+                self.losses.add(f"{key} of a message", place)
+        for key in ("tool_calls", "reasoning_content"):
+            if message.get(key) and message.get("role") != "assistant":
+                self.losses.add(f"{key} of a message of the role {message.get('role')}", place)
+        for part in parts_of(message):
+            picture = part.get("image_url")
+            beside = [*(picture if isinstance(picture, Mapping) else ()), *(part if part.get("type") in _PARTS else ())]
+            self._count_beside(beside, _OF_PARTS, "a part", place)
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            if isinstance(call, Mapping):
+                function = call.get("function")
+                self._count_beside(call, _OF_CALLS, "a tool call", place)
+                self._count_beside(function if isinstance(function, Mapping) else (), _OF_CALLS, "a tool call", place)
+                if not isinstance(call.get("id"), str):
+                    self.losses.add("that a tool call has no id", place)
+        return message
+
+    def _count_beside(self, keys: Iterable[str], known: frozenset[str], what: str, place: str) -> None:
+        for key in sorted({*keys} - known):
+            self.losses.add(f"{key} of {what}", place)
+
+    def _called(self, session_id: str, read_as: str, own: bool) -> str:
+        """What a conversation is called: as when it was read, if this is that one and no other of the file is called so."""
+        if own and (read_as == session_id or read_as not in self.taken):
+            self.taken.add(read_as)
+            return read_as
+        return session_id
+
     def _turns(self, session: Session, nodes: _Nodes) -> Iterator[Turn]:
         for node in nodes:
             self.turns += 1
+            if self.turns % _EVICT_EVERY == 0:
+                self.store.evict()
             parent = node.parent
             first = parent is None or parent.parent is None
             yield self._turn(session, node, nodes.name(node), None if parent is None or first else nodes.name(parent))
@@ -162,6 +241,17 @@ class _Saver:
         if message is None and node.role != UNREADABLE and len(node) and self.form.name not in fields:
             message = self._decoded(node, name)
         images = tuple(self._images(session, node, name))
+        annotations = {each: value for each, value in session.annotations(node).items() if each != words.ANNOTATION}
+        finish_reason = metadata.get(words.FINISH_REASON) if own else node.finish_reason
+        for each in annotations if "annotations" in self.form.lacks else ():
+            self.losses.add(f"the annotation {each}", name)
+        if len(node) > len(node.media) or node.token_ids.any():  # more than what stands for pictures where nothing made tokens
+            self._count_lacking(["token_ids"], name)
+        if self.form.name not in fields:
+            said = {"times": metadata.get(words.CREATED_AT), "finish_reason": finish_reason}
+            said["derived_from"] = metadata.get(words.DERIVED_FROM)
+            self._count_lacking([each for each, value in said.items() if value is not None], name)
+            message = None if message is None else self._usual(message, name)
         return Turn(
             id=name,
             parent=parent,
@@ -172,8 +262,8 @@ class _Saver:
             token_ids=node.token_ids,
             media=node.media,
             generated=node.origin == "generated",
-            finish_reason=metadata.get(words.FINISH_REASON) if own else node.finish_reason,
-            annotations={each: value for each, value in session.annotations(node).items() if each != words.ANNOTATION},
+            finish_reason=finish_reason,
+            annotations=annotations,
             derived_from=tuple(metadata.get(words.DERIVED_FROM, ())),
             fields=fields.get(self.form.name, {}),
             place=name,
@@ -193,11 +283,13 @@ class _Saver:
         return {"role": node.role, "content": self.decode(node.token_ids[~placed].tolist())}
 
     def _images(self, session: Session, node: Node, name: str) -> Iterator[Image]:
-        for kept in node.metadata.get(words.IMAGES, ()):
+        images = node.metadata.get(words.IMAGES, ())
+        items = {item.identity: item for item in reversed(node.media)} if images else {}
+        for kept in images:
             self.images += 1
             data = kept.get("data")
             if data is None:
-                item = next((item for item in node.media if item.identity == kept["identity"]), None)
+                item = items.get(kept["identity"])
                 features = None if item is None else self.store.get_features(item)
                 data = None if features is None or FILE not in features else bytes(features[FILE])
             if data is None:
@@ -217,6 +309,11 @@ class _Nodes:
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes)
+
+    @property
+    def last(self) -> Node | None:
+        """The one that came last."""
+        return self._nodes[-1] if self._nodes else None
 
     def name(self, node: Node) -> str:
         """What its turn is called: the key it was imported or committed under where only it has that, else its own id."""

@@ -11,6 +11,7 @@ a request under the reply that it goes on from; all others are conversations of 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from io import BytesIO
@@ -23,7 +24,7 @@ import numpy as np
 
 from sessiontree.annotations import LOGPROBS, TokenValues
 from sessiontree.errors import LimitExceeded
-from sessiontree.interchange.conversations import Branch, Conversation, Image, Tree, Turn, text_of
+from sessiontree.interchange.conversations import Branch, Conversation, Image, Tree, Turn, parts_of, text_of
 from sessiontree.interchange.formats import Format
 from sessiontree.interchange.images import as_data_url, from_base64, from_data_url, to_base64
 from sessiontree.interchange.losses import Losses
@@ -31,6 +32,7 @@ from sessiontree.interchange.pickles import BadPickle, dump, load
 from sessiontree.interchange.plain import Foreign, Room, from_plain, to_plain
 from sessiontree.interchange.source import SourceFile, expect
 from sessiontree.interchange.times import seconds
+from sessiontree.interchange.words import is_text
 from sessiontree.tokens import MAX_TOKEN_ID
 
 _REQUEST: Final = ("sglang.srt.managers.io_struct", "GenerateReqInput")
@@ -53,9 +55,11 @@ _VALUES_PER_BYTE: Final = 1000  # how often one value of a dump may be named, on
 _PICTURES: Final = (b"\x89PNG", "image/png"), (b"\xff\xd8\xff", "image/jpeg"), (b"GIF8", "image/gif"), (b"RIFF", "image/webp")
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Request:
-    """One of a dump. ``number``: its place there; ``names``: its class; ``state``: its fields; ``stamps``: created and finished."""
+    """One of a dump. ``number``: its place there; ``names``: its class; ``state``: its fields; ``stamps``: created and finished;
+    ``name``: the id of its turn.
+    """
 
     number: int
     names: tuple[str, str]
@@ -63,6 +67,7 @@ class _Request:
     output: dict[str, Any]
     stamps: tuple[float, float]
     place: str
+    name: str = ""
 
     @property
     def rid(self) -> str | None:
@@ -134,7 +139,9 @@ def _logged(file: SourceFile, losses: Losses) -> Iterator[_Request]:
     for place, line in file.lines(losses):
         if not expect(line, dict, "a line of the log", place, losses):
             continue
-        event, rid = line.get("event"), str(line.get("rid"))
+        if not expect(line.get("event"), str, "the event of a line of the log", place, losses):
+            continue
+        event, rid = line["event"], str(line.get("rid"))
         if event == "request.received":
             begun[rid] = place
             continue
@@ -153,10 +160,17 @@ def _logged(file: SourceFile, losses: Losses) -> Iterator[_Request]:
         losses.add("a request of the log that did not finish", place)
 
 
+#: Names that may be given to other turns.
+_MADE: Final = re.compile(r"request-|.*/reply\Z", re.DOTALL)
+
+
 def _turns(requests: list[_Request], room: Room, losses: Losses) -> Iterator[Turn]:
     by_rid: dict[str, _Request] = {}  # those before it: a request is dumped when it has ended
+    counts = Counter(request.rid for request in requests)
     before = None
     for request in requests:
+        own = request.rid is not None and counts[request.rid] == 1 and is_text(request.rid) and not _MADE.match(request.rid)
+        request.name = str(request.rid) if own else f"request-{request.number}"
         parent, derived_from = _goes_on(request, by_rid, before, losses)
         before = request
         if request.rid is not None:
@@ -171,7 +185,7 @@ def _time(seconds: float) -> float | None:
 
 
 def _last_id(request: _Request) -> str:
-    return f"reply-{request.number}" if request.replied else f"request-{request.number}"
+    return f"{request.name}/reply" if request.replied else request.name
 
 
 def _goes_on(
@@ -195,7 +209,7 @@ def _goes_on(
     if session.get("offset"):
         losses.add("a request that goes on from within another", request.place)
         return None, (_last_id(target),)
-    return f"request-{target.number}" if session.get("drop_previous_output") else _last_id(target), ()
+    return target.name if session.get("drop_previous_output") else _last_id(target), ()
 
 
 def _prompt(request: _Request, parent: str | None, derived_from: tuple[str, ...], room: Room, losses: Losses) -> Turn:
@@ -219,7 +233,7 @@ def _prompt(request: _Request, parent: str | None, derived_from: tuple[str, ...]
     if not request.replied:
         fields["output"] = _plain(request.output, request.place, room, losses)
     return Turn(
-        id=f"request-{request.number}",
+        id=request.name,
         parent=parent,
         message=None if content is None else {"role": "user", "content": content},
         role="user",
@@ -307,8 +321,8 @@ def _reply(request: _Request, room: Room, losses: Losses) -> Turn:
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, dict) else None
     return Turn(
-        id=f"reply-{request.number}",
-        parent=f"request-{request.number}",
+        id=f"{request.name}/reply",
+        parent=request.name,
         message={"role": "assistant", "content": text} if isinstance(text, str) else None,
         role="assistant",
         created_at=_time(request.stamps[1]),
@@ -353,7 +367,7 @@ def write(conversations: Iterable[Conversation], path: Path, losses: Losses) -> 
     """One dump: the requests that came from dumps as they were, and one for each reply of another's."""
     rest: dict[str, Any] = {"server_args": None, "config_updates": [], "resolved_config": None}
     said = False
-    records: list[tuple[int, tuple[Any, ...]]] = []
+    records: list[tuple[bool, int, tuple[Any, ...]]] = []  # what was in a dump comes first, in its order there
     for conversation in conversations:
         if (dump_fields := conversation.fields.get("dump")) is not None:
             if said:
@@ -368,17 +382,19 @@ def write(conversations: Iterable[Conversation], path: Path, losses: Losses) -> 
             if "request" in turn.fields:
                 below = (tree.turns[each] for each in tree.children[turn_id])
                 reply = next((each for each in below if "output" in each.fields and "request" not in each.fields), None)
-                records.append((turn.fields["number"], _restored(turn, reply)))
+                forked = conversation.read_as is not None
+                number = len(records) if forked else turn.fields["number"]
+                records.append((forked, number, _restored(conversation, turn, reply)))
             elif "output" not in turn.fields:
                 replies = turn.generated or (turn.message or {}).get("role") == "assistant"
                 if replies or not tree.children[turn_id]:
                     count += 1
                     branch = tree.path(turn_id)
                     made = _made(conversation, count, branch[:-1] if replies else branch, turn if replies else None, losses)
-                    records.append((len(records), made))
+                    records.append((True, len(records), made))
         if count > 1:
             losses.add("a tree is written as requests: turns before several replies stand in each", conversation.id)
-    requests = [record for _, record in sorted(records, key=lambda each: each[0])]
+    requests = [record for *_, record in sorted(records, key=lambda each: each[:2])]
     buffer = BytesIO()
     dump(requests if rest.pop("bare", False) else rest | {"requests": requests}, buffer, _NAMED)
     path.write_bytes(buffer.getvalue())
@@ -388,9 +404,14 @@ def _instance(names: Iterable[str], state: dict[str, Any]) -> Foreign:
     return Foreign("new", [Foreign("class", list(names)), (), state])
 
 
-def _restored(turn: Turn, reply: Turn | None) -> tuple[Any, ...]:
+def _restored(conversation: Conversation, turn: Turn, reply: Turn | None) -> tuple[Any, ...]:
     fields = turn.fields
     state = from_plain(fields["request"])
+    if conversation.read_as is not None:
+        if isinstance(state.get("session_params"), dict):
+            state["session_params"] = state["session_params"] | {"id": conversation.id}
+        else:
+            state["rid"] = conversation.id
     content = (turn.message or {}).get("content")
     if (text := content if isinstance(content, str) else None) is not None:
         state["text"] = text
@@ -404,7 +425,7 @@ def _restored(turn: Turn, reply: Turn | None) -> tuple[Any, ...]:
         several = isinstance(within[0], list)
         pictures = [_picture(part, turn, *each) for part, each in zip(parts, within if several else [within], strict=True)]
         state["image_data"] = pictures if several else pictures[0]
-    output = from_plain(fields["output"] if reply is None else reply.fields["output"])
+    output = from_plain(fields.get("output", {}) if reply is None else reply.fields["output"])  # a fork may end before the reply
     if reply is not None:
         if reply.message is not None:
             output["text"] = reply.message["content"]
@@ -445,6 +466,22 @@ def _picture(part: Mapping[str, Any], turn: Turn, form: str, within: Foreign | d
     return Foreign("new", [*within.parts[:2], {"url": value} | within.parts[2]])
 
 
+def _shown(turn: Turn, losses: Losses, rid: str) -> Iterator[str]:
+    """The pictures of a message: data URLs, and URLs that are names."""
+    texts = 0
+    for part in parts_of(turn.message or {}):
+        kind = part.get("type")
+        texts += kind == "text"
+        if kind == "image" and isinstance(part.get("image"), int):
+            yield as_data_url(turn.images[part["image"]])
+        elif kind == "image_url" and isinstance(part.get("image_url"), Mapping):
+            yield str(part["image_url"].get("url"))
+        elif kind != "text":
+            losses.add(f"parts of messages of type {kind}", rid)
+    if texts > 1:
+        losses.add("parts of text, written as one", rid)
+
+
 def _made(conversation: Conversation, count: int, prompt: Branch, reply: Turn | None, losses: Losses) -> tuple[Any, ...]:
     """A request for a reply of another's conversation, from its messages or, where all have them, its token ids."""
     rid = f"{conversation.id}-{count}"
@@ -457,15 +494,22 @@ def _made(conversation: Conversation, count: int, prompt: Branch, reply: Turn | 
     else:
         messages = [turn for turn in prompt if turn.message is not None]
         state["text"] = "\n\n".join(text_of(turn.message) for turn in messages)
+        if count := sum(bool(each) for each in ids):
+            losses.add("token ids of a prompt, where not all its turns have some", rid, count)
         if len(messages) > 1 or any(turn.message["role"] != "user" for turn in messages if turn.message is not None):
             losses.add("who said what in a prompt: it is one text, without a chat template", rid)
         if any(turn.message is None for turn in prompt):
             losses.add("turns that are no messages", rid)
-    if pictures := [as_data_url(image) for turn in prompt for image in turn.images]:
+    if pictures := [picture for turn in prompt for picture in _shown(turn, losses, rid)]:
         state["image_data"] = pictures
+    for turn in (*prompt[-1:], *(() if reply is None else (reply,))):
+        for name in turn.annotations.keys() - {LOGPROBS}:
+            losses.add(f"the annotation {name}", rid)
     output: dict[str, Any] = {}
     if reply is not None:
         message, completion = reply.message or {}, _ints(reply)
+        if count := sum(1 for _ in _shown(reply, losses, rid)):
+            losses.add("pictures of a reply", rid, count)
         for name in ("tool_calls", "reasoning_content"):
             if message.get(name):
                 losses.add(f"{name} of a reply, beside its text", rid)
@@ -483,5 +527,11 @@ def _made(conversation: Conversation, count: int, prompt: Branch, reply: Turn | 
 
 
 FORMAT: Final = Format(
-    "sglang", "SGLang's request and crash dumps (pickles, read as data), and its request log", ".pkl", read, write
+    "sglang",
+    "SGLang's request and crash dumps (pickles, read as data), and its request log",
+    ".pkl",
+    read,
+    write,
+    lacks=frozenset({"title", "created_at", "heads", "main", "derived_from"}),
+    keys=frozenset({"role", "content", "tool_calls", "reasoning_content"}),
 )

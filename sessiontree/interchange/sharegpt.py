@@ -19,7 +19,7 @@ from typing import Any, Final
 import attrs
 
 from sessiontree.interchange.conversations import MAIN, Branch, Conversation, Image, Tree, Turn, calls_of, parts_of
-from sessiontree.interchange.formats import Format
+from sessiontree.interchange.formats import LACKING, Format
 from sessiontree.interchange.images import as_data_url, from_data_url, from_file
 from sessiontree.interchange.losses import Losses
 from sessiontree.interchange.openai import with_images, with_urls
@@ -372,7 +372,8 @@ class _Written:
     def __init__(self, conversation: Conversation, losses: Losses) -> None:
         self._conversation = conversation
         self._losses = losses
-        self._row: dict[str, Any] = dict(conversation.fields.get("row", {"id": conversation.id}))
+        name = {"id": conversation.id}
+        self._row: dict[str, Any] = conversation.fields.get("row", name) | (name if conversation.read_as is not None else {})
         said = self._row.get(_pictures_key(self._row))
         self._one = not isinstance(said, list)
         self._names: list[Any] = [said] if self._one else list(said or ())
@@ -412,6 +413,8 @@ class _Written:
             yield self._own(turn)
             return
         message, place = turn.message or {}, f"{self._conversation.id}, {turn.id}"
+        if sum(part.get("type") == "text" for part in parts_of(message)) > 1:
+            self._losses.add("parts of text, written as one", place)
         role = message.get("role")
         speaker = _WRITTEN.get(str(role))
         if speaker is None or role in ("developer", "function"):
@@ -427,9 +430,6 @@ class _Written:
             made = [{"name": name, "arguments": _value(arguments)} for _, name, arguments in calls]
             yield {"from": _CALL, "value": to_json(made if len(made) > 1 else made[0])}
             self._losses.add("ids of tool calls, which their order says", place)
-        for name in message.keys() - _SAID:
-            if message[name]:
-                self._losses.add(f"{name} of a message", place)
 
     def _texts(self, turn: Turn, place: str) -> Iterator[str]:
         message = turn.message or {}
@@ -494,6 +494,12 @@ def _takes_turns(speakers: list[str]) -> bool:
     return "system" not in speakers[1:] and all(asked == (at % 2 == 0) for at, asked in enumerate(asks)) and len(asks) % 2 == 0
 
 
-_SAID: Final = frozenset({"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "function_call", "refusal"})
-
-FORMAT: Final = Format("sharegpt", "ShareGPT conversations as fine-tuning takes them, a JSON list or JSONL", ".json", read, write)
+FORMAT: Final = Format(
+    "sharegpt",
+    "ShareGPT conversations as fine-tuning takes them, a JSON list or JSONL",
+    ".json",
+    read,
+    write,
+    lacks=frozenset(LACKING),
+    keys=frozenset({"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "function_call", "refusal"}),
+)

@@ -33,16 +33,13 @@ class SourceFile:
     line or the entry of a list that came last.
     """
 
-    def __init__(self, path: Path | zipfile.Path, tell: Callable[[int], None] | None = None) -> None:
+    def __init__(self, path: Path | zipfile.Path, tell: Callable[[int], None] | None = None, stem: str = "") -> None:
         self.path = path
+        #: Its name without its suffix, with the path in a folder that is read: what conversations are called that have no name.
+        self.stem: str = stem or Path(path.name).stem
         self.done: int = 0
         self.mark: str = ""
         self._tell = tell
-
-    @property
-    def stem(self) -> str:
-        """Its name without suffixes: what conversations are called that have no name of their own."""
-        return self.path.name.partition(".")[0] or self.path.name
 
     @property
     def size(self) -> int:
@@ -156,9 +153,9 @@ class SourceFile:
             self._tell(self.done)
 
 
-def parsed(data: bytes) -> Any:
-    """The value of JSON in UTF-8. Raises ValueError, also for NaN and for what is too large for a float, and RecursionError."""
-    return _DECODER.decode(data.decode("utf-8-sig"))
+def parsed(data: bytes | str) -> Any:
+    """The value of JSON, in UTF-8 or as text. Raises ValueError, also for NaN and what is too large for a float; RecursionError."""
+    return _DECODER.decode(data if isinstance(data, str) else data.decode("utf-8-sig"))
 
 
 def _no_constant(name: str) -> Any:

@@ -36,6 +36,8 @@ _SAMPLED: Final = {
     "trainer_logprobs": "trainer_logprobs",
     "entropies": "entropies",
 }
+#: Of these, each line has some.
+_OF_ROLLOUTS: Final = {"traces", "nodes", "prompt", "completion", "trajectory"}
 _CONTENT: Final = "is_content"
 _WEIGHT: Final = f"{LOSS_WEIGHT}/"
 _KNOWN: Final = {*_SAMPLED.values(), _CONTENT, LOSS_MASK, REWARD, TRAIN}
@@ -45,6 +47,9 @@ def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
     """A conversation for each line, called by the id of its episode or trace, or else by its number."""
     for place, line in file.lines(losses):
         if not expect(line, dict, "a rollout", place, losses):
+            continue
+        if not line.keys() & _OF_ROLLOUTS:
+            losses.fault("no rollout", place, f"it has none of {', '.join(sorted(_OF_ROLLOUTS))}")
             continue
         name = f"{file.stem}-{place.removeprefix('line ')}"
         try:
@@ -241,9 +246,10 @@ def _line(conversation: Conversation, losses: Losses) -> dict[str, Any]:
     fields = conversation.fields
     own = "traces" in fields
     made = _Traces(conversation, fields["traces"] if own else [_new_trace(conversation)], losses).made
+    name = {} if conversation.read_as is None else {"id": conversation.id}
     if own and "episode" not in fields:
-        return made[0]
-    return (fields["episode"] if own else _new_episode(conversation)) | {"traces": made}
+        return made[0] | name
+    return (fields["episode"] if own else _new_episode(conversation)) | name | {"traces": made}
 
 
 _TASK: Final = {"type": "Task", "data": {}}
@@ -314,6 +320,9 @@ class _Traces:
         said = [float(turn.annotations[REWARD]) for turn in leaves if number(turn.annotations.get(REWARD)) is not None]
         if len(set(said)) > 1:
             self._losses.add("rewards that differ from branch to branch: the last is the trace's", turns[0].id or "")
+        between = [turn for turn in turns if REWARD in turn.annotations and turn not in leaves]
+        if between:
+            self._losses.add("rewards of turns that others follow", between[0].id or "", len(between))
         if said and said[-1] != _reward(trace):
             if trace.get("rewards"):
                 self._losses.add("rewards by name, of a trace whose reward was said anew", turns[0].id or "")
@@ -336,6 +345,8 @@ class _Traces:
         call: dict[str, Any] = {"node": self._index[turn.id]}
         if turn.finish_reason in ("stop", "length", "tool_calls"):
             return call | {"finish_reason": turn.finish_reason}
+        if turn.finish_reason is not None:
+            self._losses.add(f"the finish reason {turn.finish_reason}", turn.id or "")
         return None
 
 
@@ -392,4 +403,12 @@ def _said(turn: Turn, annotation: str, mask: Mask, losses: Losses, place: str) -
     return values
 
 
-FORMAT: Final = Format("verifiers", "rollouts of the library verifiers (traces.jsonl, results.jsonl)", ".jsonl", read, write)
+FORMAT: Final = Format(
+    "verifiers",
+    "rollouts of the library verifiers (traces.jsonl, results.jsonl)",
+    ".jsonl",
+    read,
+    write,
+    lacks=frozenset({"title", "created_at", "heads", "main"}),
+    keys=frozenset({"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}),
+)

@@ -49,6 +49,8 @@ def to_verifiers(message: Message, images: tuple[Image, ...], losses: Losses, pl
     """A message as ``verifiers`` has it, whatever format it came from."""
     role = message.get("role")
     content = message.get("content")
+    if role != "tool" and message.get("name") is not None:
+        losses.add("name of a message", place)
     if role == "assistant":
         return _assistant(message, losses, place)
     if role == "developer":
@@ -81,6 +83,8 @@ def _assistant(message: Message, losses: Losses, place: str) -> dict[str, Any]:
     if isinstance(message.get("reasoning_content"), str):
         made["reasoning_content"] = message["reasoning_content"]
     if calls := message.get("tool_calls"):
+        if count := sum(not (isinstance(call, Mapping) and isinstance(call.get("function"), Mapping)) for call in calls):
+            losses.add("tool calls that are no functions", place, count)
         made["tool_calls"] = [
             {"id": call.get("id") or "", "type": "function", "name": said.get("name"), "arguments": said.get("arguments")}
             for call in calls

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeGuard
 
 from sessiontree.interchange.conversations import Conversation, Message, Turn, messages_of
 from sessiontree.node import Node
+from sessiontree.store import Session
 from sessiontree.stored import LoneNode
 
 #: The annotation of a session's root that says what its conversation was.
@@ -105,9 +106,11 @@ def _mapping(said: Any) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def facts_of(conversation: Conversation, format_name: str, mark: str | None, heads: Mapping[str, bytes]) -> str:
-    """What is said of a whole conversation. ``heads``: where the import has them."""
+def facts_of(conversation: Conversation, session_id: str, format_name: str, mark: str | None, heads: Mapping[str, bytes]) -> str:
+    """What is said of a whole conversation. ``session_id``: what it became; ``heads``: where the import has them."""
     facts = {
+        "id": conversation.id,
+        "session": session_id,
         "format": format_name,
         "mark": mark,
         "heads": {name: node_id.hex() for name, node_id in heads.items()},
@@ -120,5 +123,17 @@ def facts_of(conversation: Conversation, format_name: str, mark: str | None, hea
 
 
 def facts_from(said: Any) -> dict[str, Any]:
-    """What :func:`facts_of` gave; empty where a session was not imported."""
+    """What :func:`facts_of` gave; empty where a session was not imported. A fork reads what is said of what it was made from."""
     return _mapping(said) or {}
+
+
+def is_own(facts: Mapping[str, Any], session_id: str) -> bool:
+    """Whether it is said of that session, and not of one that it was forked from."""
+    return bool(facts) and facts.get("session", session_id) == session_id
+
+
+def title_of(session: Session) -> str | None:
+    """The title of the conversation that a session was imported of; None where it has none, or was forked from that."""
+    facts = facts_from(session.annotation(session.root, ANNOTATION))
+    title = facts.get("title")
+    return title if is_own(facts, session.id) and isinstance(title, str) else None

@@ -590,8 +590,9 @@ const App = (() => {
   // --- beginning, and what comes in ----------------------------------------------------------------------------------
   function headline() {
     const { session } = state;
-    document.title = `${spelled(session.facts.id)} – sessiontree`;
-    $("session").textContent = spelled(session.facts.id);
+    const name = spelled(session.facts.title ?? session.facts.id);
+    document.title = `${name} – sessiontree`;
+    $("session").textContent = name;
     $("session").title = spelled(session.facts.id);
     $("counts").textContent =
       `${counted(session.below[0] ?? 0, "node")} · ${counted(session.heads.length, "head")} · ${spelled(session.facts.scheme)}`;

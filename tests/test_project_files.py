@@ -85,8 +85,11 @@ def test_every_version_of_the_format_has_its_golden_stores() -> None:
         assert begins == {b"%d" % version}
 
 
-def test_the_policies_name_the_versions_of_python_that_the_project_does() -> None:
-    said = re.search(r"^\| Python \| (.*?) \|", text("docs/policies.md"), re.MULTILINE)
-    assert said is not None
+def test_the_policies_name_the_versions_that_the_project_does() -> None:
+    rows = dict(re.findall(r"^\| (.*?) \| (.* \| .*) \|$", text("docs/policies.md"), re.MULTILINE))
     classified = [each.rpartition(" ")[2] for each in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", each)]
-    assert said[1].split(", ") == classified and PROJECT["requires-python"] == f">={classified[0]}"
+    assert rows["Python"] == f"{', '.join(classified)} | {classified[0]}" and PROJECT["requires-python"] == f">={classified[0]}"
+    pins = dict(re.findall(r"\b([a-z]+)==(\d+\.\d+[.\d]*)", text("constraints.txt") + text("Makefile")))
+    minor = {name: pins[name].rpartition(".")[0] for name in ("torch", "transformers")}
+    assert f"| {minor['torch']}, " in rows["PyTorch, for `engine_bridge`"]
+    assert f"SGLang {pins['sglang']}, vLLM {pins['vllm']}, transformers {minor['transformers']}:" in rows["engines"]

@@ -48,7 +48,7 @@ check: .venv/dev.stamp ## lint, formatting, types and the layers
 	$(BIN)/lint-imports
 
 # From outside of the repository, where pyright sees the packages as whoever installs them does.
-types: .venv/types.stamp ## let pyright say whether the types of every public name are complete, as who installs the packages sees them
+types: .venv/types.stamp ## let pyright say whether the type of every public name is complete
 	@cd $(BIN) && for package in sessiontree engine_bridge; do \
 	    PATH="$$PWD:$$PATH" PYRIGHT_PYTHON_IGNORE_WARNINGS=1 ./pyright --verifytypes $$package --ignoreexternal > ../types.txt \
 	        || { cat ../types.txt; exit 1; }; \

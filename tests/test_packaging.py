@@ -184,7 +184,7 @@ def test_the_sdist_makes_the_same_wheel(built: Built) -> None:
 @pytest.mark.soak
 def test_the_sdist_passes_its_own_tests(built: Built, tmp_path: Path) -> None:
     shutil.unpack_archive(built.sdist, tmp_path, filter="data")
-    files = ["test_docs_reference", "test_format", "test_project_files", "test_readme", "test_tokens", "test_viewer"]
+    files = ["test_docs_reference", "test_format", "test_project_files", "test_readme", "test_tokens"]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *(f"tests/{name}.py" for name in files)]
     assert " passed" in output(run(*command, cwd=tmp_path / NAMED, environment={**os.environ, "PYTHONPATH": "."}))
 

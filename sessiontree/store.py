@@ -31,6 +31,7 @@ from sessiontree.draft import NOWHERE, Draft
 from sessiontree.errors import (
     IncompatibleStore,
     KeyTaken,
+    NeedsExtra,
     NodeHeld,
     OutOfRange,
     SessionExists,
@@ -257,7 +258,7 @@ class SessionStore:
         For a ``tenant`` it must have been connected to for that tenant as well. It is closed with the store.
 
         Raises StoreFailed where the server cannot be reached for half a minute, IncompatibleStore for a schema of another version,
-        Unsupported where psycopg is missing (``pip install sessiontree[postgres]``).
+        NeedsExtra where psycopg is missing (``pip install sessiontree[postgres]``).
         """
         if tenant is not None:
             tenant = checked_text(tenant, "tenant")
@@ -1094,7 +1095,7 @@ def _check_expected(session: Session, scheme: PositionScheme | str | None, model
 
 
 def backend_at(url: str, *, tenant: str | None, replica: str | None, blobs: str | None, read_only: bool) -> Backend:
-    """The backend of a URL. Raises Unsupported."""
+    """The backend of a URL. Raises Unsupported, NeedsExtra."""
     if not url.startswith(_URLS):
         told = "what was given" if "=" in url or "@" in url else repr(url)  # there may be a password
         shown = f"{url.partition('://')[0]}://..." if "://" in url else told
@@ -1102,7 +1103,7 @@ def backend_at(url: str, *, tenant: str | None, replica: str | None, blobs: str 
     try:
         postgres: Any = import_module("sessiontree.backends.postgres")
     except ImportError as error:
-        raise Unsupported(f"PostgreSQL needs pip install 'sessiontree[postgres]': {error}") from error
+        raise NeedsExtra(f"PostgreSQL needs pip install 'sessiontree[postgres]': {error}", extra="postgres") from error
     backend: Backend = postgres.connect(url, tenant=tenant, replica=replica, blobs=blobs, read_only=read_only)
     return backend
 

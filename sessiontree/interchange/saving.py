@@ -23,7 +23,7 @@ from sessiontree.interchange.losses import Loss, Losses
 from sessiontree.node import Node
 from sessiontree.store import Session, SessionStore
 
-#: Turns after which what was read of the store may leave memory.
+#: Turns after which what was read of the sessions so far may leave memory.
 _EVICT_EVERY: Final = 2048
 
 Decode = Callable[[list[int]], str]
@@ -137,9 +137,12 @@ class _Saver:
         self.at = at
         self.decode = decode
         self.losses = Losses("export")
-        self.turns = self.images = 0
+        self.turns = self.images = self.evicted = 0
 
     def conversation(self, session_id: str) -> Conversation:
+        if self.turns - self.evicted > _EVICT_EVERY:
+            self.evicted = self.turns
+            self.store.evict()
         session = self.store.get(session_id)
         at = self.at
         return self.of(session, at if at is None or isinstance(at, Node) else session.node(at))
@@ -225,8 +228,6 @@ class _Saver:
     def _turns(self, session: Session, nodes: _Nodes) -> Iterator[Turn]:
         for node in nodes:
             self.turns += 1
-            if self.turns % _EVICT_EVERY == 0:
-                self.store.evict()
             parent = node.parent
             first = parent is None or parent.parent is None
             yield self._turn(session, node, nodes.name(node), None if parent is None or first else nodes.name(parent))

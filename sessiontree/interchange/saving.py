@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
@@ -16,10 +16,11 @@ import numpy as np
 
 from sessiontree.errors import UnknownFormat, Unsupported
 from sessiontree.interchange import words
-from sessiontree.interchange.conversations import MAIN, Conversation, Image, Turn, parts_of
+from sessiontree.interchange.conversations import MAIN, Conversation, Image, Message, Turn
 from sessiontree.interchange.formats import LACKING, Format, format_named
 from sessiontree.interchange.loading import FILE, UNREADABLE, joined
 from sessiontree.interchange.losses import Loss, Losses
+from sessiontree.interchange.narrowing import narrowed
 from sessiontree.node import Node
 from sessiontree.store import Session, SessionStore
 
@@ -119,12 +120,6 @@ def _written(form: Format, conversations: Iterable[Conversation], target: Path, 
         made.unlink(missing_ok=True)
 
 
-#: Parts of messages that every format can write; others are for each to count.
-_PARTS: Final = frozenset({"text", "image", "image_url"})
-_OF_CALLS: Final = frozenset({"id", "type", "function", "custom", "name", "arguments", "input", "index"})
-_OF_PARTS: Final = frozenset({"type", "text", "image", "image_url", "url"})
-
-
 class _Saver:
     """One export: what is the same for all its sessions, and what is counted over them."""
 
@@ -181,43 +176,6 @@ class _Saver:
             if name in self.form.lacks:
                 self.losses.add(LACKING[name], place)
 
-    def _usual(self, message: dict[str, Any], place: str) -> dict[str, Any]:
-        """A message of another format as this one takes it, where it does not take any; what it has no place for is counted."""
-        known = self.form.keys
-        if known is None:
-            return message
-        if isinstance(thought := message.get("reasoning"), str) and "reasoning_content" not in message:  # another name of it
-            message = {key: value for key, value in message.items() if key != "reasoning"} | {"reasoning_content": thought}
-        content = message.get("content")
-        if isinstance(content, list):
-            message |= {"content": [{"type": "text", "text": each} if isinstance(each, str) else each for each in content]}
-        elif content is not None and not isinstance(content, str):
-            self.losses.add("content that is neither text nor a list, written as its JSON", place)
-            message |= {"content": words.to_json(content)}
-        for key in sorted(message.keys() - known):
-            if message[key] is not None:
-                self.losses.add(f"{key} of a message", place)
-        for key in ("tool_calls", "reasoning_content"):
-            if message.get(key) and message.get("role") != "assistant":
-                self.losses.add(f"{key} of a message of the role {message.get('role')}", place)
-        for part in parts_of(message):
-            picture = part.get("image_url")
-            beside = [*(picture if isinstance(picture, Mapping) else ()), *(part if part.get("type") in _PARTS else ())]
-            self._count_beside(beside, _OF_PARTS, "a part", place)
-        calls = message.get("tool_calls")
-        for call in calls if isinstance(calls, list) else ():
-            if isinstance(call, Mapping):
-                function = call.get("function")
-                self._count_beside(call, _OF_CALLS, "a tool call", place)
-                self._count_beside(function if isinstance(function, Mapping) else (), _OF_CALLS, "a tool call", place)
-                if not isinstance(call.get("id"), str):
-                    self.losses.add("that a tool call has no id", place)
-        return message
-
-    def _count_beside(self, keys: Iterable[str], known: frozenset[str], what: str, place: str) -> None:
-        for key in sorted({*keys} - known):
-            self.losses.add(f"{key} of {what}", place)
-
     def _called(self, session_id: str, read_as: str, own: bool) -> str:
         """What a conversation is called: as when it was read, if this is that one and no other of the file is called so."""
         if own and (read_as == session_id or read_as not in self.taken):
@@ -238,7 +196,7 @@ class _Saver:
         own = words.MESSAGE in metadata or bool(fields)  # it was imported
         for other in fields.keys() - {self.form.name}:
             self.losses.add(f"what only {other} says of a turn", name)
-        message = words.message_of(node)
+        message: Message | None = words.message_of(node)
         if message is None and node.role != UNREADABLE and len(node) and self.form.name not in fields:
             message = self._decoded(node, name)
         images = tuple(self._images(session, node, name))
@@ -252,7 +210,7 @@ class _Saver:
             said = {"times": metadata.get(words.CREATED_AT), "finish_reason": finish_reason}
             said["derived_from"] = metadata.get(words.DERIVED_FROM)
             self._count_lacking([each for each, value in said.items() if value is not None], name)
-            message = None if message is None else self._usual(message, name)
+            message = None if message is None else narrowed(message, self.form.keys, name, self.losses)
         return Turn(
             id=name,
             parent=parent,

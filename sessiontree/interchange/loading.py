@@ -107,6 +107,11 @@ def import_file(
     paths = _files(path, form)
     total, before = sum(each.stat().st_size for each in paths), 0
     loader = Importer(store, form, template, scheme, namespace, model_fingerprint, prefix)
+    if path.is_dir() and not form.folder:
+        others = sorted(each for each in path.rglob("*") if each.is_file() and each not in {*paths})
+        if others:
+            what = f"files whose names do not end in {form.suffix}"
+            loader.losses_in(path.name, salvage).add(what, str(others[0].relative_to(path)), len(others))
     for each in paths:
         losses = loader.losses_in(each.name, salvage)
         told = None if progress is None else _Told(progress, before, total)

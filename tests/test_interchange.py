@@ -279,6 +279,21 @@ def test_heads_follow_the_file_unless_somebody_moved_them(file: Path) -> None:
     assert kept == [0, 0, 1, 1]
 
 
+def test_an_earlier_state_of_a_file_moves_no_head_back(file: Path) -> None:
+    """Nor does a part of a conversation. What comes after it moves the head on, as if the earlier one had not been read."""
+    one, two, three = said("a", None), said("b", "a"), said("c", "b")
+    store = SessionStore.in_memory()
+
+    def main(mark: str, *turns: Turn) -> tuple[str | None, int]:
+        report = import_file(store, file, of_turns(*turns, mark=mark))
+        return store.get("talk").heads["main"].key, report.heads_kept
+
+    assert main("1", one, two) == ("b", 0)
+    assert main("2", one) == ("b", 1)
+    assert main("3", one, two, three) == ("c", 0)
+    assert main("4", one, said("d", "a")) == ("d", 0)  # another branch
+
+
 def test_several_results_in_one_turn_answer_several_calls(file: Path, tmp_path: Path) -> None:
     """For a tree's checks, for a template, and as messages."""
     calls = [{"id": each, "type": "function", "function": {"name": "f", "arguments": "{}"}} for each in "xy"]
@@ -356,8 +371,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         with path.open("w") as file:
             for _ in range(size * 10**6 // len(row)):
                 file.write(row)
-        for way, file in (("in", path), ("out", tmp_path / f"{size}.out.jsonl")):
-            command = [sys.executable, "-c", MEMORY, str(tmp_path / f"store{size}"), str(file), way]
+        for way, other in (("in", path), ("out", tmp_path / f"{size}.out.jsonl")):
+            command = [sys.executable, "-c", MEMORY, str(tmp_path / f"store{size}"), str(other), way]
             most[way].append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
     assert all(much < 1.3 * little for little, much in most.values())
 
@@ -458,6 +473,25 @@ def with_first(messages: Sequence[Any], tools: Sequence[Any]) -> list[int]:
     first = next((each["content"] for each in messages if each["role"] != "system"), "")
     pieces = (f"<{first}>{each['content']};" if each["role"] == "user" else each["content"] for each in messages)
     return [ord(each) for piece in pieces for each in piece]
+
+
+def test_calls_are_shown_to_transformers_as_engines_show_them() -> None:
+    """vLLM and SGLang parse arguments before the template sees them, which writes them as JSON itself."""
+    shown: list[Any] = []
+
+    class Tokenizer:
+        def apply_chat_template(self, messages: list[Any], **_: Any) -> list[int]:
+            shown.append(messages)
+            return [ord(each) for each in json.dumps(messages)]
+
+    calls = [
+        {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"city": "Łódź"}'}},
+        {"id": "d", "type": "function", "function": {"name": "f", "arguments": "no JSON"}},
+    ]
+    turn = Turn(message={"role": "assistant", "content": None, "tool_calls": calls})
+    ChatTemplate(Tokenizer()).render([], [turn], (), scheme("text@hf5"), written=False)
+    said_of = [call["function"]["arguments"] for call in shown[-1][0]["tool_calls"]]
+    assert said_of == [{"city": "Łódź"}, "no JSON"]
 
 
 @pytest.mark.parametrize("system", [True, False])
@@ -862,6 +896,9 @@ def test_the_python_of_the_page_forks_at_the_third_answer(tmp_path: Path, monkey
     assert contents == ["0 0", "0 1", "0 2", "0 3", "0 4", "0 5", "And by train?"]
 
 
+TITLES = ((1, "Bus/Train"), (2, "Bus"), (3, "What now?"), (4, "10 * 10 [sums]"))
+
+
 def test_a_title_names_its_session_and_a_key_its_node(tmp_path: Path) -> None:
     an_export(tmp_path)
     chats = str(tmp_path / "chats")
@@ -878,6 +915,13 @@ def test_a_title_names_its_session_and_a_key_its_node(tmp_path: Path) -> None:
     third = [node for node in store.get(name).heads["main"].path() if node.role == "assistant"][2]
     for place in (f"Trip to Rome/{third.id.hex()[:8]}", f"Trip to Rome/{third.key}", f"{name}/{third.key}", f"Trip/{third.key}"):
         assert json.loads(run("show", chats, place, "--json").stdout)["id"] == third.id.hex()
+    slashed = tmp_path / "slashed.json"
+    made = json.loads((tmp_path / "conversations.json").read_text())
+    slashed.write_text(json.dumps([made[0] | {"conversation_id": f"s{n}", "id": f"s{n}", "title": title} for n, title in TITLES]))
+    assert run("import", chats, str(slashed), "--format", "chatgpt").exit_code == 0
+    for number, title in TITLES:
+        assert json.loads(run("log", chats, f"{title}/main", "--json").stdout)["session"] == f"s{number}"
+        assert run("export", chats, str(tmp_path / f"{number}.jsonl"), title, "--format", "openai").exit_code == 0
     refused = run("log", chats, "Trip to Athens")
     assert (refused.exit_code, refused.stdout) == (2, "") and "Trip to Athens" in refused.stderr
     twice = tmp_path / "twice.json"

@@ -212,7 +212,11 @@ def test_the_folder_of_an_export_is_read_whole(tmp_path: Path) -> None:
     values = [each for name in SHARDS for each in json.loads((GOLDEN / name).read_bytes())]
     assert list(report.session_ids) == [each["id"] for each in values]
     assert report.images == 3
-    assert lost(report) == {"pictures whose files are not there": 1, "a tool result without its call": 1}
+    assert lost(report) == {
+        "files of the export that are no conversations": 1,
+        "pictures whose files are not there": 1,
+        "a tool result without its call": 1,
+    }
     again, told = exported(store, tmp_path / "out.json")
     assert again == values
     assert lost(told) == {"pictures: a .zip holds them, a .json names them": 3}

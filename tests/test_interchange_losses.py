@@ -10,15 +10,17 @@ import attrs
 import numpy as np
 import pytest
 
-from sessiontree import SessionStore
+from sessiontree import MediaItem, SessionStore
 from sessiontree.annotations import LOGPROBS, TokenValues
 from sessiontree.interchange import Conversation, Format, Image, Turn, export_file, import_file, message_of
 from sessiontree.interchange.conversations import parts_of, text_of
 from sessiontree.interchange.formats import format_named
 from sessiontree.interchange.words import ANNOTATION, facts_from
 from sessiontree.node import Node
+from sessiontree.positions import scheme
 
 FORMATS = ("atif", "chatgpt", "claude-code", "langgraph", "openai", "pi", "sglang", "sharegpt", "verifiers")
+QWEN2_VL = scheme("qwen2_vl@hf5", spatial_merge_size=2, image_token_id=7, video_token_id=8)
 PNG = b"\x89PNG\r\n\x1a\n123"
 CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"x": 1}'}}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -150,6 +152,25 @@ CASES: dict[str, tuple[Conversation, Callable[[Found], Any]]] = {
     "ids of all but the last": (with_ids("qap"), Found.ids),
     "ids of one": (with_ids("q"), Found.ids),
     "ids in the middle": (with_ids("ap"), Found.ids),
+    "a call that another branch answers": (
+        talk(
+            turns=[
+                Turn(id="q", parent=None, message={"role": "user", "content": "Where?"}),
+                Turn(id="a", parent="q", message={"role": "assistant", "content": None, "tool_calls": [CALL]}),
+                Turn(id="p", parent="a", message={"role": "tool", "tool_call_id": "c1", "content": "42"}),
+                Turn(id="b", parent="a", message={"role": "user", "content": "Never mind."}),
+            ]
+        ),
+        lambda found: [len(found.sessions), *found.any_message(lambda said: bool(said.get("tool_calls")))],
+    ),
+    "where a picture stands": (
+        with_turn(
+            "q",
+            token_ids=np.array([1, 7, 7, 7, 7, 2], np.int32),
+            media=(MediaItem("image", b"i" * 32, [(1, 4)], grid_thw=(1, 4, 4)),),
+        ),
+        lambda found: found.of("Where?", lambda _, node: [item.spans for item in node.media]),
+    ),
     "logprobs": (with_ids("qapb", annotations={LOGPROBS: np.array([-1.0, -2.0, -3.0])}), _annotation("There.", LOGPROBS)),
     "finish reason of tokens": (with_ids("qapb", finish_reason="length"), _reason),
     "name": (with_message("q", name="Ann"), lambda found: found.message("Where?", "name")),
@@ -302,11 +323,11 @@ def through(conversation: Conversation, name: str, folder: Path) -> tuple[Found,
     """A conversation as an import makes it, the same after a file of that format, and what either way is said to be lost."""
     (folder / "talk.x").touch()
     one, two = SessionStore.in_memory(), SessionStore.in_memory()
-    import_file(one, folder / "talk.x", Format("mine", "", ".x", lambda file, losses: iter([conversation])))
+    import_file(one, folder / "talk.x", Format("mine", "", ".x", lambda file, losses: iter([conversation])), scheme=QWEN2_VL)
     form = format_named(name)
     out = folder / f"talk{'.zip' if name == 'chatgpt' else form.suffix}"
     written = export_file(one, out, form)
-    read = import_file(two, out, form)
+    read = import_file(two, out, form, scheme=QWEN2_VL)
     assert not read.faults
     return Found(one), Found(two), {loss.what for loss in (*written.lost, *read.lost)}
 

@@ -34,11 +34,13 @@ from sessiontree.cli.source import (
     complete_place,
     complete_session,
     find_place,
+    is_bundle,
     reading,
     sessions_named,
     spot_named,
     writing,
 )
+from sessiontree.errors import IncompatibleStore
 from sessiontree.node import Namespace
 from sessiontree.render import _count, _listed, _name
 from sessiontree.store import SessionStore
@@ -180,6 +182,10 @@ def import_(
         )
     if not os.path.isfile(file):
         raise NoStore(f"there is no bundle at {file}")
+    if not is_bundle(Path(file)):
+        error = IncompatibleStore(f"{file} is no bundle", path=file)
+        error.candidates = ("Another tool's file is imported with --format NAME.",)  # type: ignore[attr-defined]
+        raise error
     if is_url(store) or not os.path.exists(store):
         open_bundle(file).close()  # before anything is made for it
     with writing(store, make=True) as opened, progress("import", as_json) as bar:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
@@ -159,13 +159,13 @@ def check_store(where: str) -> None:
     if not path.exists():
         raise NoStore(f"there is nothing at {path}")
     if path.is_file():
-        what = "a bundle; `sessiontree import` takes it into a store" if _is_bundle(path) else "a file"
+        what = "a bundle; `sessiontree import` takes it into a store" if is_bundle(path) else "a file"
         raise IncompatibleStore(f"this takes a store's directory, and {path} is {what}")
     if not (path / "FORMAT").exists() and not (path / "segments").exists():
         raise NoStore(f"{path} is no store of sessions")
 
 
-def _is_bundle(path: Path) -> bool:
+def is_bundle(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(len(BUNDLE)) == BUNDLE
 
@@ -187,7 +187,7 @@ def session_named(store: Any, text: str | None) -> Session:
         return _got(store, ids[0])
     if text in ids:
         return _got(store, text)
-    found = [each for each in ids if each.startswith(text)] or _titled(store, ids, text)
+    found = [each for each in ids if each.startswith(text)] or _titled(_titles(store, ids), text)
     if not found:
         raise Usage(f"no session {text!r}; `sessiontree ls` lists them")
     if len(found) > 1:
@@ -206,6 +206,8 @@ def sessions_named(store: Any, texts: list[str] | None) -> list[str] | None:
     for text in texts:
         if text not in ids and any(each in text for each in "*?["):
             matching = fnmatch.filter(ids, text)
+            if not matching and (titled := _titled(_titles(store, ids), text)):
+                matching = [session_named(store, text).id] if len(titled) > 1 else titled
             if not matching:
                 raise Usage(f"no session is like {text!r}; `sessiontree ls` lists them")
             found += matching
@@ -214,12 +216,18 @@ def sessions_named(store: Any, texts: list[str] | None) -> list[str] | None:
     return list(dict.fromkeys(found))
 
 
-def _titled(store: Any, ids: tuple[str, ...], text: str) -> list[str]:
-    """Ids of the sessions whose conversations have that title, or else one that begins so."""
+def _titles(store: Any, ids: tuple[str, ...]) -> dict[str, str]:
+    """By id, the titles of the conversations that sessions were imported of."""
     titles = {}
     for session_id in ids:
         with suppress(CorruptTree):
-            titles[session_id] = title_of(_got(store, session_id)) or ""
+            if (title := title_of(_got(store, session_id))) is not None:
+                titles[session_id] = title
+    return titles
+
+
+def _titled(titles: Mapping[str, str], text: str) -> list[str]:
+    """Ids of the sessions that have that title, or else one that begins so."""
     exact = [session_id for session_id, title in titles.items() if title == text]
     return exact or [session_id for session_id, title in titles.items() if title.startswith(text)]
 
@@ -281,8 +289,10 @@ def _find_spot(store: Any, text: str | None) -> Spot:
         raise _ambiguous(f"{text!r} may be any of", [_described(*spot) for spot in found])
     if found:
         return Spot(*found[0])
-    for title, node in [(text, None), *_splits(text)]:
-        if _titled(store, ids, title):
+    titles = _titles(store, ids)
+    ways = [(text, None), *reversed(_splits(text))]  # a title may have slashes of its own
+    for title, node in [*(way for way in ways if way[0] in titles.values()), *ways]:
+        if _titled(titles, title):
             session = session_named(store, title)
             shape = Shape(session._tree)
             return Spot(session, shape, None if node is None else _ordinal_named(session, shape, node))

@@ -13,6 +13,7 @@ from typing import Any, Final
 from sessiontree.cli.output import Usage, safe
 from sessiontree.errors import NeedsExtra, Unsupported
 from sessiontree.interchange import message_of, text_of
+from sessiontree.interchange.conversations import calls_of
 from sessiontree.node import Node
 from sessiontree.render import _isolated
 from sessiontree.stored import LoneNode
@@ -54,7 +55,12 @@ class Words:
 
 def said_by(node: Node | LoneNode, characters: int) -> str | None:
     """The beginning of the message that a node was imported of, quoted, in one line, safe to show; None where it says nothing."""
-    text = text_of(message_of(node))
+    message = message_of(node)
+    text = text_of(message)
+    if message is not None and not text:
+        thought = message.get("reasoning_content")
+        called = (f"{name}({arguments})" for _, name, arguments in calls_of(message))
+        text = " ".join([*([f"({thought})"] if isinstance(thought, str) and thought else ()), *called])
     return _isolated(safe(repr(text[:characters]))) + ("…" if len(text) > characters else "") if text else None
 
 

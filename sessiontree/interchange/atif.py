@@ -555,6 +555,6 @@ FORMAT: Final = Format(
     read,
     write,
     single=True,
-    lacks=frozenset({"created_at", "heads", "main", "finish_reason", "derived_from"}),
+    lacks=frozenset({"created_at", "heads", "main", "media", "finish_reason", "derived_from"}),
     keys=frozenset({"role", "content", "reasoning_content", "tool_calls", "tool_call_id"}),
 )

@@ -32,6 +32,7 @@ from sessiontree.interchange.source import SourceFile, expect
 _CONVERSATIONS: Final = "conversations.json"
 _SHARD: Final = re.compile(r"conversations-\d+\.json")
 _MANIFEST: Final = "export_manifest.json"
+_POINTERS: Final = "conversation_asset_file_names.json"
 
 #: Content that is shown to the user, or kept by ChatGPT for itself, and that no model said or was told as a message.
 _NOTES: Final = ("reasoning_recap", "model_editable_context")
@@ -89,6 +90,9 @@ def _files(path: Path | zipfile.Path, losses: Losses) -> list[tuple[Path | zipfi
         losses.fault("a file of the export is not there", _MANIFEST, name)
     if not names:
         losses.fault("no conversations.json", path.name)
+    for each in sorted(each.name for each in folder.iterdir() if each.name.endswith((".json", ".html"))):
+        if each not in (*names, _MANIFEST, _POINTERS):
+            losses.add("files of the export that are no conversations", each)
     return [(folder / name, folder) for name in names]
 
 

@@ -151,6 +151,19 @@ def calls_of(message: Message) -> Iterator[tuple[str | None, str, str]]:
             yield call_id if isinstance(call_id, str) else None, str(function.get("name")), text
 
 
+def unanswered(messages: Iterable[Message]) -> int:
+    """How many tool calls of a branch have no result in it, though more was said after them."""
+    waiting: set[str] = set()
+    last: set[str] = set()  # calls after which nothing was said but results
+    for message in messages:
+        if message.get("role") == "tool":
+            waiting.discard(str(message.get("tool_call_id")))
+        else:
+            last = {call_id for call_id, _, _ in calls_of(message) if call_id is not None}
+            waiting |= last
+    return len(waiting - last)
+
+
 def _parent(turn: Turn) -> str | None:
     assert turn.parent is not ...  # `saving` gives each one
     return turn.parent

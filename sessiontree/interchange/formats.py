@@ -25,6 +25,7 @@ LACKING: Final[Mapping[str, str]] = {
     "heads": "heads other than main",
     "main": "which turn is gone on from",
     "token_ids": "token ids",
+    "media": "where pictures stand among tokens",
     "times": "when turns were made",
     "finish_reason": "why turns ended",
     "derived_from": "what turns were made of",

@@ -107,6 +107,11 @@ def import_file(
     paths = _files(path, form)
     total, before = sum(each.stat().st_size for each in paths), 0
     loader = Importer(store, form, template, scheme, namespace, model_fingerprint, prefix)
+    if path.is_dir() and not form.folder:
+        others = sorted(each for each in path.rglob("*") if each.is_file() and each not in {*paths})
+        if others:
+            what = f"files whose names do not end in {form.suffix}"
+            loader.losses_in(path.name, salvage).add(what, str(others[0].relative_to(path)), len(others))
     for each in paths:
         losses = loader.losses_in(each.name, salvage)
         told = None if progress is None else _Told(progress, before, total)
@@ -395,7 +400,7 @@ class _Conversation:
             return [None] * len(turns)
         try:
             return self._written(template, parent, turns)
-        except (SessionTreeError, TypeError) as error:
+        except SessionTreeError as error:
             self.losses.fault("the template cannot write it", turns[0].place or repr(turns[0].id), str(error))
             return [None] * len(turns)
 
@@ -550,34 +555,42 @@ class _Conversation:
         tips.setdefault(MAIN, self.last.id)
         said = words.facts_from(session.annotation(session.root, words.ANNOTATION))
         before = said.get("heads", {}) if words.is_own(said, session.id) else {}
-        for name in {**tips, **before}:
-            self._move(name, tips.get(name), before.get(name))
-        facts = words.facts_of(conversation, session.id, self.loader.form.name, mark, tips)
+        moved = ((name, self._move(name, tips.get(name), before.get(name))) for name in {**tips, **before})
+        left = {name: place for name, place in moved if place is not None}
+        facts = words.facts_of(conversation, session.id, self.loader.form.name, mark, left)
         session.annotate(session.root, {words.ANNOTATION: facts})
 
-    def _move(self, name: str, tip: bytes | None, before: str | None) -> None:
-        """Have a head where the file has it, None for nowhere. What is not where an import left it, ``before``, stays there."""
+    def _move(self, name: str, tip: bytes | None, before: str | None) -> bytes | None:
+        """Have a head where the file has it, None for nowhere. Gives where an import left it then.
+
+        What is not where an import left it, ``before``, stays there; and so does what is further down the same branch: the file is
+        an earlier state, or a part.
+        """
         for _ in range(_MOVES):
             with suppress(HeadMoved):  # by another import of the same: then it is looked at again
-                self._moved(name, tip, before)
-                return
+                return self._moved(name, tip, before)
         self.loader.count("heads_kept")
+        return tip
 
-    def _moved(self, name: str, tip: bytes | None, before: str | None) -> None:
+    def _moved(self, name: str, tip: bytes | None, before: str | None) -> bytes | None:
         try:
             head = self.session.head(name)
         except UnknownHead:
             if tip is not None:
                 self.session.set_head(name, tip, expected=None)
-            return
+            return tip
         if head.node.id == tip:
-            return
+            return tip
         if head.node.id.hex() != before:
             self.loader.count("heads_kept")
-        elif tip is not None:
-            self.session.set_head(name, tip, expected=head)
-        else:
+        elif tip is None:
             self.session.drop_head(name)
+        elif tip == head.node.ancestor(min(self.session.node(tip).depth, head.node.depth)).id:
+            self.loader.count("heads_kept")
+            return head.node.id
+        else:
+            self.session.set_head(name, tip, expected=head)
+        return tip
 
     def _compare(self, template: ChatTemplate) -> None:
         for leaf in self.session.leaves()[:_COMPARED]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from sessiontree.interchange.conversations import Conversation, Image, Message, Tree, Turn, calls_of, messages_of
+from sessiontree.interchange.conversations import Conversation, Image, Message, Tree, Turn, calls_of, messages_of, unanswered
 from sessiontree.interchange.formats import LACKING, Format
 from sessiontree.interchange.images import as_data_url, from_data_url
 from sessiontree.interchange.losses import Losses
@@ -114,6 +114,8 @@ def write(conversations: Iterable[Conversation], path: Path, losses: Losses) -> 
                 losses.add("a tree is written branch by branch: turns that branches share stand in each", conversation.id)
             for branch in branches or [()]:
                 messages = [message for turn in branch for message in as_openai(turn)]
+                if count := unanswered(messages):
+                    losses.add("tool calls of a branch whose results stand in another, or nowhere", conversation.id, count)
                 if count := sum(turn.message is None for turn in branch):
                     losses.add("turns that are no messages", conversation.id, count)
                 row = {"messages": messages} | ({"tools": list(conversation.tools)} if conversation.tools else {})

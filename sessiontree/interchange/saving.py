@@ -148,8 +148,10 @@ class _Saver:
         own = facts.get("format") == self.form.name
         if facts.get("fields") and not own:
             self.losses.add(f"what only {facts.get('format')} says of a whole conversation", session.id)
-        read_as = facts.get("id", session.id)
+        read_as, title = facts.get("id", session.id), facts.get("title")
         name = self._called(session.id, read_as, words.is_own(facts, session.id))
+        if title and not words.is_own(facts, session.id):  # a fork's: nobody is to take one for the other
+            title = f"{title} ({session.id})"
         nodes = _Nodes(session, at)
         heads = {name: nodes.name(node) for name, node in session.heads.items() if node in nodes and node != root}
         if at is not None and at != root:
@@ -164,7 +166,7 @@ class _Saver:
             id=name,
             read_as=None if name == read_as else read_as,
             turns=self._turns(session, nodes),
-            title=facts.get("title"),
+            title=title,
             created_at=facts.get("created_at"),
             tools=tuple(facts.get("tools", ())),
             heads=heads,
@@ -205,7 +207,7 @@ class _Saver:
         for each in annotations if "annotations" in self.form.lacks else ():
             self.losses.add(f"the annotation {each}", name)
         if len(node) > len(node.media) or node.token_ids.any():  # more than what stands for pictures where nothing made tokens
-            self._count_lacking(["token_ids"], name)
+            self._count_lacking(["token_ids", *(["media"] if node.media else ())], name)
         if self.form.name not in fields:
             said = {"times": metadata.get(words.CREATED_AT), "finish_reason": finish_reason}
             said["derived_from"] = metadata.get(words.DERIVED_FROM)

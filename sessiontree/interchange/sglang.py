@@ -532,6 +532,6 @@ FORMAT: Final = Format(
     ".pkl",
     read,
     write,
-    lacks=frozenset({"title", "created_at", "heads", "main", "derived_from"}),
+    lacks=frozenset({"title", "created_at", "heads", "main", "media", "derived_from"}),
     keys=frozenset({"role", "content", "tool_calls", "reasoning_content"}),
 )

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from sessiontree.errors import MediaSpanError, SessionTreeError, Unsupported
 from sessiontree.interchange.conversations import Image, Message, Turn, messages_of
+from sessiontree.interchange.source import parsed
 from sessiontree.media import MediaItem
 from sessiontree.placeholders import compact, expand
 from sessiontree.positions import PositionScheme
@@ -52,10 +53,11 @@ class Rendered(NamedTuple):
 class ChatTemplate:
     """Turns as tokens.
 
-    ``template``: what has transformers' ``apply_chat_template``, or a callable that takes a list of messages and a list of tools,
-    both in OpenAI's form, and gives the ids of all of them; pictures are parts ``{"type": "image"}``. ``image_token_id``,
-    ``place``: for pictures: the id that stands for each in what the template writes, and what makes an item (without spans) and
-    its features of one; without them a conversation with pictures is Unsupported.
+    ``template``: what has transformers' ``apply_chat_template``, which gets arguments of tool calls as objects, as engines give
+    them; or a callable that takes a list of messages and a list of tools, both in OpenAI's form (arguments are text), and gives the
+    ids of all of them. Pictures are parts ``{"type": "image"}``. ``image_token_id``, ``place``: for pictures, the id that stands
+    for each in what the template writes, and what takes an :class:`Image` and gives ``(item, features)``: a MediaItem of it with
+    spans ``()``, and a mapping of arrays to keep for it, or None. Without them a conversation with pictures is Unsupported.
     """
 
     def __init__(self, template: Any, *, image_token_id: int | None = None, place: Place | None = None) -> None:
@@ -153,7 +155,10 @@ class ChatTemplate:
         except Exception as error:
             line = str(error).strip().partition("\n")[0]
             raise TemplateRefused(f"the template refuses {len(messages)} messages: {type(error).__name__}: {line}") from error
-        return token_array(token_bytes(ids))
+        try:
+            return token_array(token_bytes(ids))
+        except (TypeError, ValueError) as error:
+            raise TemplateRefused(f"what the template gives are no token ids: {error}") from error
 
     def differs(self, turns: Sequence[Turn], tools: Tools, ids: NDArray[np.int32], media: Sequence[MediaItem]) -> bool:
         """Whether it writes other tokens for all of ``turns`` at once than ``ids``, as they were written turn by turn."""
@@ -175,6 +180,24 @@ def _shown(message: Message) -> Message:
             {"type": "image"} if isinstance(part, Mapping) and part.get("type") == "image" else part for part in content
         ]
     return message
+
+
+def _with_objects(message: Message) -> Message:
+    """A message as transformers' templates take it, and as vLLM and SGLang give it to them: arguments of calls are no text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, (list, tuple)) or not calls:
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    text = function.get("arguments") if isinstance(function, Mapping) else None
+    try:
+        arguments = parsed(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        arguments = None
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) and function else call
 
 
 def _role(turn: Turn) -> Any:
@@ -203,6 +226,7 @@ def _encoder(template: Any) -> Encode:
     if apply is not None:
 
         def encode(messages: list[Message], tools: Tools) -> Any:
+            messages = [_with_objects(message) for message in messages]
             ids = apply(messages, tools=list(tools) or None, tokenize=True, return_dict=False, add_generation_prompt=False)
             return ids[0] if len(ids) and isinstance(ids[0], (list, tuple)) else ids  # a processor's batch of one
 

@@ -409,6 +409,6 @@ FORMAT: Final = Format(
     ".jsonl",
     read,
     write,
-    lacks=frozenset({"title", "created_at", "heads", "main"}),
+    lacks=frozenset({"title", "created_at", "heads", "main", "media"}),
     keys=frozenset({"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}),
 )

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import given
@@ -195,6 +196,11 @@ def test_heads_that_another_import_moves_meanwhile_are_looked_at_again(file: Pat
     monkeypatch.setattr("sessiontree.store.Session.set_head", overtaken)
     report = import_file(store, file, of_turns(said("a", None)))
     assert raced == ["main"] and report.added == 1 and store.get("talk").heads["main"].key == "a"
+
+
+def test_a_file_of_another_tool_is_no_transcript(tmp_path: Path) -> None:
+    with pytest.raises(InterchangeError, match=r"everything\.jsonl, the whole file: no transcript of Claude Code"):
+        import_file(SessionStore.in_memory(), GOLDEN / SOURCES["pi"], "claude-code")
 
 
 @pytest.mark.parametrize("form", ["atif", "claude-code", "sglang", "verifiers"])
@@ -473,6 +479,78 @@ def with_first(messages: Sequence[Any], tools: Sequence[Any]) -> list[int]:
     first = next((each["content"] for each in messages if each["role"] != "system"), "")
     pieces = (f"<{first}>{each['content']};" if each["role"] == "user" else each["content"] for each in messages)
     return [ord(each) for piece in pieces for each in piece]
+
+
+def test_another_template_is_no_second_import_of_the_same(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "x.jsonl", conversations(1))
+    store = SessionStore.in_memory()
+    assert import_file(store, path, "openai", template=chatml).added == 1
+    assert import_file(store, path, "openai", template=chatml).known == 1
+    with pytest.raises(InterchangeError, match="other tokens"):
+        import_file(store, path, "openai", template=alternating)
+
+
+def test_tools_of_appended_messages_are_written(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    store = SessionStore.in_memory()
+    session = store.create("a", scheme="text@hf5")
+    node = append_messages(store, session, session.root, [{"role": "user", "content": "q"}], template=chatml, tools=tools)
+    append_messages(store, session, node, [{"role": "assistant", "content": "r"}], template=chatml, tools=tools)
+    export_file(store, tmp_path / "a.jsonl", "openai")
+    assert json.loads((tmp_path / "a.jsonl").read_text())["tools"] == tools
+
+
+def calling(*names: str) -> Turn:
+    calls = [{"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}} for name in names]
+    return Turn(id=f"call {names[0]}", message={"role": "assistant", "content": None, "tool_calls": calls})
+
+
+def result(call: str, parent: str) -> Turn:
+    return Turn(id=f"result {call}", parent=parent, message={"role": "tool", "tool_call_id": call, "content": call})
+
+
+def test_results_beside_the_branch_that_goes_on_stand_behind_their_calls(file: Path, tmp_path: Path) -> None:
+    """As Claude Code writes calls that were made at once: x, then y below it, each with its result as a child."""
+    turns = [
+        said("q", None),
+        attrs.evolve(calling("x"), parent="q"),
+        attrs.evolve(calling("y"), parent="call x"),
+        result("x", "call x"),
+        result("y", "call y"),
+        Turn(id="end", parent="result y", message={"role": "assistant", "content": "done"}),
+        Turn(id="other", parent="call y", message={"role": "user", "content": "stop"}),
+    ]
+    store = SessionStore.in_memory()
+    import_file(store, file, of_turns(*turns))
+    report = export_file(store, tmp_path / "out.jsonl", "openai")
+    rows = [json.loads(line)["messages"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    shown = [[row.get("tool_call_id") or row["content"] or row["tool_calls"][0]["id"] for row in each] for each in rows]
+    assert shown == [["q", "x", "x", "y", "y", "done"], ["q", "x", "x", "y", "stop"]]
+    unanswered = "tool calls of a branch whose results stand in another, or nowhere"  # y's goes on, on a branch of its own
+    assert {loss.what: loss.count for loss in report.lost}[unanswered] == 1
+
+
+def test_two_results_of_one_call_stay_two_branches(file: Path, tmp_path: Path) -> None:
+    again = attrs.evolve(result("x", "call x"), id="again")
+    store = SessionStore.in_memory()
+    import_file(store, file, of_turns(said("q", None), attrs.evolve(calling("x"), parent="q"), result("x", "call x"), again))
+    export_file(store, tmp_path / "out.jsonl", "openai")
+    rows = [json.loads(line)["messages"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [len(row) for row in rows] == [3, 3]
+
+
+@pytest.mark.parametrize("form", ["atif", "chatgpt", "sglang", "sharegpt", "verifiers"])
+def test_several_results_of_one_turn_are_written_one_by_one(form: str, file: Path, tmp_path: Path) -> None:
+    parts = [{"type": "tool_result", "tool_call_id": each, "content": f"result {each}"} for each in "xy"]
+    turn = Turn(id="r", parent="call x", message={"role": "user", "content": [*parts, {"type": "text", "text": "Both?"}]})
+    store, other = SessionStore.in_memory(), SessionStore.in_memory()
+    import_file(store, file, of_turns(said("q", None, "q"), attrs.evolve(calling("x", "y"), parent="q"), turn))
+    out = tmp_path / f"out{format_named(form).suffix}"
+    report = export_file(store, out, form)
+    assert "a turn with several results of tools, written as one for each" in {loss.what for loss in report.lost}
+    import_file(other, out, form)
+    everything = "\n".join(text_of_message(node) for each in other.sessions() for node in walk(other.get(each)))
+    assert all(text in everything for text in ("result x", "result y", "Both?"))
 
 
 def test_calls_are_shown_to_transformers_as_engines_show_them() -> None:

@@ -557,4 +557,5 @@ FORMAT: Final = Format(
     single=True,
     lacks=frozenset({"created_at", "heads", "main", "media", "finish_reason", "derived_from"}),
     keys=frozenset({"role", "content", "reasoning_content", "tool_calls", "tool_call_id"}),
+    one_result=True,
 )

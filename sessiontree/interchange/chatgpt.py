@@ -84,12 +84,16 @@ def _files(path: Path | zipfile.Path, losses: Losses) -> list[tuple[Path | zipfi
         folder = zipfile.Path(path)
     else:
         assert isinstance(path, Path)
+        with path.open("rb") as file:
+            if file.read(4) == b"PK\x03\x04":
+                losses.fault("a ZIP archive that cannot be read", "", "it was cut, or is damaged")
+                return []
         return [(path, path.parent)]
     names = sorted(each.name for each in folder.iterdir() if each.name == _CONVERSATIONS or _SHARD.fullmatch(each.name))
     for name in sorted({*_declared(folder)} - {*names}):
         losses.fault("a file of the export is not there", _MANIFEST, name)
     if not names:
-        losses.fault("no conversations.json", path.name)
+        losses.fault("no conversations.json", "")
     for each in sorted(each.name for each in folder.iterdir() if each.name.endswith((".json", ".html"))):
         if each not in (*names, _MANIFEST, _POINTERS):
             losses.add("files of the export that are no conversations", each)
@@ -648,4 +652,5 @@ FORMAT: Final = Format(
     folder=True,
     lacks=frozenset({"heads", "token_ids", "finish_reason", "derived_from", "annotations"}),
     keys=frozenset({"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id", "function_call", "refusal"}),
+    one_result=True,
 )

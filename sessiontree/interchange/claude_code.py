@@ -115,7 +115,7 @@ class _Transcript:
         """A turn for each line with a uuid; all else goes to the conversation at last."""
         conversation, remarks = self._conversation, _Remarks()
         before: list[Any] = []
-        empty = typeless = True
+        empty = foreign = True
         for place, line in file.lines(self._losses):
             empty = False
             if not (
@@ -124,7 +124,7 @@ class _Transcript:
                 and expect(line.get("parentUuid"), (str, type(None)), "a parentUuid", place, self._losses)
             ):
                 continue
-            typeless = typeless and "type" not in line
+            foreign = foreign and ("type" not in line or "parentId" in line or line["type"] == "session")  # the latter are pi's
             if line.get("uuid") is None:
                 remarks.tell(line, self._ids)
                 before.append(line)
@@ -141,8 +141,8 @@ class _Transcript:
                 yield turn
         if empty:
             self._losses.fault("no transcript: it has no lines", "the whole file")
-        elif typeless:
-            self._losses.fault("no transcript: no line says its type", "the whole file")
+        elif foreign:
+            self._losses.fault("no transcript of Claude Code", "the whole file")
         if before:
             conversation.fields["after"] = before
         if remarks.main is not None:

@@ -13,6 +13,7 @@ beyond that, it keeps in ``fields``, as JSON's types, and finds there again when
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from types import EllipsisType
@@ -202,6 +203,38 @@ class Tree:
     def branches(self) -> Iterator[Branch]:
         """The path of each leaf, in order."""
         return map(self.path, self.leaves)
+
+    def talks(self) -> Iterator[Branch]:
+        """The same for files that hold one branch as a conversation: each call with its result.
+
+        Where calls were made at once, a tool may have its result beside the turn that goes on (Claude Code writes them so). Such a
+        leaf is no branch of its own then, but stands behind its call in each that lacks it.
+        """
+        aside = {each: self._answered(each) for each in self.leaves}
+        taken: set[str] = set()
+        made: list[Branch] = []
+        for branch in self.branches():
+            there = {call for turn in branch for call in self._answered(turn.id)}
+            whole: list[Turn] = []
+            for turn, after in itertools.zip_longest(branch, branch[1:]):
+                whole.append(turn)
+                for each in self.children[turn.id] if after is not None else ():
+                    if each != after.id and aside.get(each) and not there & aside[each]:
+                        there |= aside[each]
+                        taken.add(each)
+                        whole.append(self.turns[each])
+            made.append(tuple(whole))
+        return (branch for branch in made if branch[-1].id not in taken)
+
+    def _answered(self, turn_id: str | None) -> set[str]:
+        """Calls of the turn before it that a turn answers, which says nothing else."""
+        turn = self.turns[str(turn_id)]
+        before = self.turns.get(str(turn.parent))
+        messages = messages_of(turn)
+        if before is None or not messages or any(message.get("role") != "tool" for message in messages):
+            return set()
+        called = {call_id for message in messages_of(before) for call_id, _, _ in calls_of(message)}
+        return {answer for message in messages if isinstance(answer := message.get("tool_call_id"), str) and answer in called}
 
     def depth_first(self) -> Iterator[Turn]:
         """Every turn, parents before their children, children in order."""

@@ -48,6 +48,8 @@ class Format:
     ``lacks``: of :data:`LACKING`, what it has no place for, whoever's turns are written: an export counts that, and ``write`` need
     not. ``keys``: what of messages of other formats it has places for; None: anything.
 
+    ``one_result``: whether a turn holds one result of a tool at most: a turn with several is written as a turn for each.
+
     ``suffix``: what its files' names end in. ``single``: whether a file holds one conversation; several are a folder of files then.
     ``folder``: whether a folder is read as one, and given to ``read`` whole. ``summary``: a line for who chooses.
     """
@@ -61,6 +63,7 @@ class Format:
     folder: bool = False
     lacks: frozenset[str] = frozenset()
     keys: frozenset[str] | None = None
+    one_result: bool = False
 
 
 _OWN: Final = (

@@ -180,6 +180,7 @@ class Importer:
         self.store = store
         self.form = form
         self.template: ChatTemplate | None = None if template is None else ChatTemplate.of(template)
+        self.writes: str = "text" if self.template is None else self.template.fingerprint()
         self.scheme: PositionScheme = scheme_named(scheme) if isinstance(scheme, str) else scheme
         self.namespace: Namespace = Namespace.of(namespace)
         self.model_fingerprint = model_fingerprint
@@ -212,7 +213,7 @@ class Importer:
         if not words.is_text(conversation.id):
             losses.fault("a conversation's id is no text", repr(conversation.id))
             return
-        mark = None if mark is None else f"{mark} {'tokens' if self.template is not None else 'text'} {self.form.name}"
+        mark = None if mark is None else f"{mark} {self.writes} {self.form.name}"
         name = self.prefix + conversation.id
         if not 0 < len(name) <= MAX_SESSION_ID:
             losses.fault(f"the id of a session has 1 to {MAX_SESSION_ID} characters", repr(name[:40]), f"this has {len(name)}")

@@ -109,7 +109,7 @@ def write(conversations: Iterable[Conversation], path: Path, losses: Losses) -> 
     with path.open("w", encoding="utf-8") as file:
         for conversation in conversations:
             tree = Tree(conversation)
-            branches = list(tree.branches())
+            branches = list(tree.talks())
             if len(branches) > 1:
                 losses.add("a tree is written branch by branch: turns that branches share stand in each", conversation.id)
             for branch in branches or [()]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from sessiontree.errors import UnknownFormat, Unsupported
 from sessiontree.interchange import words
-from sessiontree.interchange.conversations import MAIN, Conversation, Image, Message, Turn
+from sessiontree.interchange.conversations import MAIN, Conversation, Image, Message, Turn, messages_of
 from sessiontree.interchange.formats import LACKING, Format, format_named
 from sessiontree.interchange.loading import FILE, UNREADABLE, joined
 from sessiontree.interchange.losses import Loss, Losses
@@ -190,7 +190,21 @@ class _Saver:
             self.turns += 1
             parent = node.parent
             first = parent is None or parent.parent is None
-            yield self._turn(session, node, nodes.name(node), None if parent is None or first else nodes.name(parent))
+            turn = self._turn(session, node, nodes.name(node), None if parent is None or first else nodes.name(parent))
+            yield from self._apart(turn) if self.form.one_result else (turn,)
+
+    def _apart(self, turn: Turn) -> Iterator[Turn]:
+        """A turn, or where it has several results of tools, one for each and one for what stands beside them."""
+        messages = messages_of(turn)
+        if len(messages) > 1:
+            self.losses.add("a turn with several results of tools, written as one for each", str(turn.id))
+        for number, message in enumerate(messages[:-1], 1):
+            made = attrs.evolve(
+                turn, id=f"{turn.id}/{number}", message=message, token_ids=None, media=(), annotations={}, fields={}
+            )
+            yield made
+            turn = attrs.evolve(turn, parent=made.id)
+        yield turn if len(messages) < 2 else attrs.evolve(turn, message=messages[-1])
 
     def _turn(self, session: Session, node: Node, name: str, parent: str | None) -> Turn:
         metadata = node.metadata

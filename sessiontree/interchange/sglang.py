@@ -534,4 +534,5 @@ FORMAT: Final = Format(
     write,
     lacks=frozenset({"title", "created_at", "heads", "main", "media", "derived_from"}),
     keys=frozenset({"role", "content", "tool_calls", "reasoning_content"}),
+    one_result=True,
 )

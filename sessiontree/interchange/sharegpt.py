@@ -502,4 +502,5 @@ FORMAT: Final = Format(
     write,
     lacks=frozenset(LACKING),
     keys=frozenset({"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "function_call", "refusal"}),
+    one_result=True,
 )

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
 import attrs
@@ -69,6 +71,13 @@ class ChatTemplate:
     def of(cls, template: Any) -> ChatTemplate:
         """A template of one, or of what makes one."""
         return template if isinstance(template, cls) else cls(template)
+
+    def fingerprint(self) -> str:
+        """A digest of what it writes for a short conversation, so that one template is told from another."""
+        for said in (_SAMPLE, _SAMPLE[:1]):
+            with suppress(TemplateRefused):
+                return blake2b(self._ids(said, ()).tobytes(), digest_size=8).hexdigest()
+        return "tokens"
 
     def render(
         self, before: Sequence[Turn], turns: Sequence[Turn], tools: Tools, scheme: PositionScheme, written: bool
@@ -169,6 +178,10 @@ class ChatTemplate:
 
 
 _NONE: Final = token_array(b"")
+_SAMPLE: Final = (
+    Turn(message={"role": "user", "content": "Where is Łódź, and since 1423?"}),
+    Turn(message={"role": "assistant", "content": 'In Poland; it\'s "boat".'}),
+)
 
 
 def _shown(message: Message) -> Message:
@@ -226,8 +239,14 @@ def _encoder(template: Any) -> Encode:
     if apply is not None:
 
         def encode(messages: list[Message], tools: Tools) -> Any:
-            messages = [_with_objects(message) for message in messages]
-            ids = apply(messages, tools=list(tools) or None, tokenize=True, return_dict=False, add_generation_prompt=False)
+            options = {"tools": list(tools) or None, "tokenize": True, "return_dict": False, "add_generation_prompt": False}
+            given = [_with_objects(message) for message in messages]
+            try:
+                ids = apply(given, **options)
+            except Exception:
+                if given == messages:
+                    raise
+                ids = apply(messages, **options)  # some put arguments together with text
             return ids[0] if len(ids) and isinstance(ids[0], (list, tuple)) else ids  # a processor's batch of one
 
         return encode

@@ -411,4 +411,5 @@ FORMAT: Final = Format(
     write,
     lacks=frozenset({"title", "created_at", "heads", "main", "media"}),
     keys=frozenset({"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}),
+    one_result=True,
 )

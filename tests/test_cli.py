@@ -89,6 +89,7 @@ def test_ls_in_json(chats: Path, session: Session) -> None:
     assert facts == {
         "id": "chat-1",
         "title": None,
+        "created_at": None,
         "nodes": 5,
         "shared": 0,
         "root": session.root.id.hex(),

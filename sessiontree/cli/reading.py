@@ -42,7 +42,8 @@ from sessiontree.cli.source import (
 )
 from sessiontree.cli.words import Words, words
 from sessiontree.errors import CorruptTree
-from sessiontree.interchange import title_of
+from sessiontree.interchange import created_at_of, title_of
+from sessiontree.interchange.times import iso
 from sessiontree.node import Node
 from sessiontree.query import Diff
 from sessiontree.render import _count, _isolated, _listed, _name
@@ -89,8 +90,11 @@ def _session_line(session_id: str, session: Session | CorruptTree, damaged: bool
     if isinstance(session, CorruptTree):
         return name + "  " + styled(f"✗ cannot be read: {safe(str(session))}", fg="red")
     tree = session._tree
-    if (title := _title(session)) is not None:
+    title, created_at = _imported(session)
+    if title is not None:
         name += f"  {_name(title, MAX_TITLE)}"
+    if created_at is not None:
+        name += f"  {created_at[:10]}"
     facts = [_count(len(tree) - 1, "node") + (f" ({shared:,} shared)" if (shared := _shared(session)) else "")]
     if names := sorted(tree._heads):
         facts.append(f"{_count(len(names), 'head')}: {_listed(names)}")
@@ -105,10 +109,12 @@ def _session_line(session_id: str, session: Session | CorruptTree, damaged: bool
     return f"{name}  {', '.join(facts)}"
 
 
-def _title(session: Session) -> str | None:
+def _imported(session: Session) -> tuple[str | None, str | None]:
+    """The title of the conversation that a session was imported of, and when that was begun."""
     with suppress(CorruptTree):  # of the root: the session is there all the same
-        return title_of(session)
-    return None
+        began = created_at_of(session)
+        return title_of(session), None if began is None else iso(began)
+    return None, None
 
 
 def _shared(session: Session) -> int:
@@ -128,7 +134,8 @@ def _session_facts(session_id: str, session: Session | CorruptTree) -> dict[str,
     shape = Shape(session._tree)
     return {
         "id": session.id,
-        "title": _title(session),
+        "title": _imported(session)[0],
+        "created_at": _imported(session)[1],
         "nodes": len(session._tree) - 1,
         "shared": _shared(session),
         "root": session.root.id.hex(),

@@ -12,7 +12,7 @@ from sessiontree.interchange.losses import Loss, Losses
 from sessiontree.interchange.saving import ExportReport, export_file
 from sessiontree.interchange.source import SourceFile
 from sessiontree.interchange.templates import ChatTemplate
-from sessiontree.interchange.words import message_of, title_of
+from sessiontree.interchange.words import created_at_of, message_of, title_of
 
 __all__ = [
     "DEFAULT_SCHEME",
@@ -30,6 +30,7 @@ __all__ = [
     "Tree",
     "Turn",
     "append_messages",
+    "created_at_of",
     "export_file",
     "format_named",
     "formats",

@@ -132,6 +132,13 @@ def is_own(facts: Mapping[str, Any], session_id: str) -> bool:
     return bool(facts) and facts.get("session", session_id) == session_id
 
 
+def created_at_of(session: Session) -> float | None:
+    """When the conversation was begun that a session was imported of: seconds since 1970, UTC. None where nothing says it."""
+    facts = facts_from(session.annotation(session.root, ANNOTATION))
+    began = facts.get("created_at")
+    return float(began) if is_own(facts, session.id) and isinstance(began, (int, float)) else None
+
+
 def title_of(session: Session) -> str | None:
     """The title of the conversation that a session was imported of; None where it has none, or was forked from that."""
     facts = facts_from(session.annotation(session.root, ANNOTATION))

@@ -5,7 +5,7 @@ frame drawn. Moving is measured by frames while the tree is moved a little in ea
 the scale where cards can be read. It needs Chromium (make chromium).
 
     python benchmarks/viewer.py
-    python benchmarks/viewer.py --pictures docs/images    # also makes the five trees of docs/viewer.md, and pictures of them
+    python benchmarks/viewer.py --pictures docs/images    # also makes the trees of docs/viewer.md, and pictures of them
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "ex
 
 from sessiontree import MediaItem, Node, SessionStore, media_identity
 from sessiontree.annotations import ADVANTAGE, LOGPROBS, REWARD, WEIGHT_VERSION, Spans
+from sessiontree.interchange import import_file
 from tests.browser import Seen, browser, lacking, opened
 
 ROOT = Path(__file__).parents[1]
@@ -195,6 +196,16 @@ def example(script: str, *arguments: object) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
+def imported(form: str, transcript: str) -> Callable[[Path], None]:
+    """What makes a store of a transcript that the tool itself wrote."""
+
+    def make(path: Path) -> None:
+        with SessionStore.open(path) as store:
+            import_file(store, ROOT / "tests" / "golden" / "interchange" / transcript, form)
+
+    return make
+
+
 def page_of(store: Path, output: Path, *arguments: str) -> None:
     """What `sessiontree view` writes."""
     command = [
@@ -234,6 +245,8 @@ PICTURES = (
         "const at = (head) => viewer.state.session.heads.find(([name]) => name === head)[1];"
         "await viewer.compare(at('best'), at('guess'))",
     ),
+    ("pi", "pi", "light", "await viewer.choose(find((s, at) => s.numChildren[at] > 1))"),
+    ("claude-code", "claude-code", "dark", "await viewer.choose(find((s, at) => s.numChildren[at] > 1 && s.depths[at] > 2))"),
     (
         "large",
         "large",
@@ -306,7 +319,7 @@ def measured(page: Path) -> list[Figure]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the viewer, and make its pictures.")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="make five trees, and pictures of them")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="make more trees, and pictures of them")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the trees and their pages there, and use those that are")
     arguments = parser.parse_args()
     if (why := lacking()) is not None:
@@ -338,6 +351,8 @@ def main() -> None:
             made("quickstart", lambda path: example("quickstart.py", "--store", path))
             made("grpo", lambda path: example("tree_grpo.py", "--store", path, "--steps", 3), "step 2", inside="seed-3/store")
             made("best-of-n", written(best_of_n))
+            made("pi", imported("pi", "pi/1.6.0/everything.jsonl"))
+            made("claude-code", imported("claude-code", "claude_code/2.1.197/session.jsonl"))
             made("scheduler", chats)
             take_pictures(pages, arguments.pictures)
         met = report(measured(pages["large"]))

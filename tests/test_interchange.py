@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import itertools
 import json
@@ -25,7 +26,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from qwen_reference import IMAGE_PAD, VISION_END, VISION_START, tokenizer
 
-from sessiontree import InterchangeError, LimitExceeded, MediaItem, SessionExists, SessionStore, UnknownFormat, Unsupported
+from sessiontree import (
+    InterchangeError,
+    LimitExceeded,
+    MediaItem,
+    SessionExists,
+    SessionStore,
+    UnknownFormat,
+    Unsupported,
+    interchange,
+    media_identity,
+)
 from sessiontree.interchange import (
     ChatTemplate,
     Conversation,
@@ -298,6 +309,23 @@ def test_an_earlier_state_of_a_file_moves_no_head_back(file: Path) -> None:
     assert main("2", one) == ("b", 1)
     assert main("3", one, two, three) == ("c", 0)
     assert main("4", one, said("d", "a")) == ("d", 0)  # another branch
+
+
+def test_a_session_that_goes_to_pi_and_on_again_stays_one(file: Path, tmp_path: Path) -> None:
+    """Where main is not what came last, an entry says so; the next time there is another of these."""
+    store = SessionStore.in_memory()
+    import_file(store, file, of_turns(said("a", None, "a"), said("b", "a", "b"), said("c", "a", "c"), heads={"main": "b"}))
+    for number in range(3):
+        path = tmp_path / f"{number}.jsonl"
+        export_file(store, path, "pi", ["talk"])
+        store = SessionStore.in_memory()
+        assert not import_file(store, path, "pi").faults
+        session = store.get("talk")
+        (c,) = [node for node in walk(session) if text_of_message(node) == "c"]
+        append_messages(store, session, session.heads["main"], [{"role": "user", "content": f"more {number}"}])
+        append_messages(store, session, c, [{"role": "user", "content": f"aside {number}"}])
+    texts = {text_of_message(node) for node in walk(store.get("talk"))}
+    assert texts >= {"a", "b", "c", "more 0", "more 1", "aside 0", "aside 1"}
 
 
 def test_several_results_in_one_turn_answer_several_calls(file: Path, tmp_path: Path) -> None:
@@ -644,15 +672,21 @@ def as_shown(turn: Turn) -> Any:
     return message | {"content": [{"type": "image"} if part["type"] == "image" else part for part in message["content"]]}
 
 
-def test_a_template_of_transformers_writes_what_it_writes_for_the_whole(tmp_path: Path) -> None:
-    """A tokenizer with a real template that strips earlier reasoning: tokens stay as they were written, and that is counted."""
+def letters(chat_template: str) -> Any:
+    """A tokenizer of transformers for which each character is a token: its code."""
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
-    letters = {"[UNK]": 0, **{chr(at): at for at in range(33, 127)}}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="[UNK]"))
+    known = {"[UNK]": 0, **{chr(at): at for at in range(1, 127)}}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="[UNK]"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
-    fast.chat_template = (
+    fast.chat_template = chat_template
+    return fast
+
+
+def test_a_template_of_transformers_writes_what_it_writes_for_the_whole(tmp_path: Path) -> None:
+    """A tokenizer with a real template that strips earlier reasoning: tokens stay as they were written, and that is counted."""
+    fast = letters(
         "{% for m in messages %}<{{ m.role }}>"
         "{% if m.reasoning_content and loop.last %}({{ m.reasoning_content }}){% endif %}{{ m.content }}{% endfor %}"
     )
@@ -1008,6 +1042,52 @@ def test_a_title_names_its_session_and_a_key_its_node(tmp_path: Path) -> None:
     assert run("import", chats, str(twice), "--format", "chatgpt").exit_code == 0
     refused = run("log", chats, "Trip to Rome")
     assert refused.exit_code == 2 and name in refused.stderr and "twin" in refused.stderr
+
+
+def test_each_python_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates, masks, pictures, a format of one's own: as they stand, on files of such names."""
+    monkeypatch.chdir(tmp_path)
+    _, templates, masks, pictures, own = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "interchange.md").read_text(), re.DOTALL)
+    fast = letters("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}")
+    jsonl(tmp_path / "chats.jsonl", [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "answer"}]}])
+    known: dict[str, Any] = vars(interchange) | {
+        "tokenizer": fast,
+        "np": np,
+        "MediaItem": MediaItem,
+        "media_identity": media_identity,
+    }
+    first, second = templates.splitlines()
+    known |= {"store": SessionStore.in_memory()}
+    exec(first, known)
+    exec(second, known | {"store": SessionStore.in_memory(), "ids_of": lambda messages: chatml(messages, ())})
+    known["session"] = session = known["store"].get("chats-1")
+    exec(masks, known)
+    tip = session.heads["main"]
+    trained = session.token_values(tip, "loss_mask", tip.start, tip.stop).values
+    assert "".join(map(chr, tip.token_ids[np.asarray(trained)])) == "answer<|im_end|>"
+
+    data = b"\x89PNG and so on"
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    content = [{"type": "text", "text": "q"}, {"type": "image_url", "image_url": {"url": url}}]
+    jsonl(tmp_path / "chats.jsonl", [{"messages": [{"role": "user", "content": content}]}])
+
+    def with_pictures(messages: list[Any], tools: Any) -> list[int]:
+        return [151655 if part["type"] == "image" else 1 for message in messages for part in message["content"]]
+
+    known |= {"store": SessionStore.in_memory(), "tokenizer": with_pictures, "rule": QWEN2_VL}
+    exec(pictures, known)
+    (item,) = known["store"].get("chats-1").heads["main"].media
+    assert item.spans == ((1, 2),) and bytes(known["store"].get_features(item)["file"]) == data
+
+    exec(own, known)
+    jsonl(tmp_path / "x.jsonl", [{"title": "t", "said": ["one", "two"]}])
+    store = SessionStore.in_memory()
+    assert import_file(store, tmp_path / "x.jsonl", known["FORMAT"]).turns == 2
+    export_file(store, tmp_path / "y.jsonl", known["FORMAT"])
+    assert json.loads((tmp_path / "y.jsonl").read_text()) == {"title": "t", "said": ["one", "two"]}
+    jsonl(tmp_path / "z.jsonl", [{"said": 1}])
+    with pytest.raises(InterchangeError, match="line 1: no list of what was said"):
+        import_file(store, tmp_path / "z.jsonl", known["FORMAT"])
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/interchange.md"])

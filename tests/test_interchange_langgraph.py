@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sessiontree.errors import InterchangeError, NeedsExtra, SessionTreeError
-from sessiontree.interchange import export_file, import_file, langgraph
+from sessiontree.interchange import append_messages, export_file, import_file, langgraph
 from sessiontree.interchange.conversations import Conversation, Image, Tree, Turn
 from sessiontree.interchange.langchain import as_message, read_message
 from sessiontree.interchange.losses import Losses
@@ -668,3 +668,25 @@ def test_messages_of_classes_that_only_look_like_langchains_are_values() -> None
     assert (removed.message, removed.role) == (None, "remove")
     assert attrs.evolve(removed, id="x").fields["langchain"]["removed"]["id"] == "a"
     assert issubclass(InterchangeError, SessionTreeError)
+
+
+def test_threads_of_any_name_are_sessions(tmp_path: Path) -> None:
+    """LangGraph takes no name and a very long one; each comes back under its own."""
+    library = pytest.importorskip("langgraph.checkpoint.sqlite")
+    names = ["", "x" * 600, "usual"]
+    with closing(sqlite3.connect(tmp_path / "in.sqlite", check_same_thread=False)) as connection:
+        kept = library.SqliteSaver(connection)
+        for name in names:
+            store = SessionStore.in_memory()
+            session = store.create("usual", scheme="text@hf5")
+            append_messages(store, session, session.root, [{"role": "user", "content": "q"}])
+            export_file(store, tmp_path / f"{len(name)}.sqlite", "langgraph")
+            with closing(sqlite3.connect(tmp_path / f"{len(name)}.sqlite", check_same_thread=False)) as one:
+                found = library.SqliteSaver(one).get_tuple({"configurable": {"thread_id": "usual"}})
+            kept.put({"configurable": {"thread_id": name, "checkpoint_ns": ""}}, found.checkpoint, found.metadata, {})
+    store = SessionStore.in_memory()
+    report = import_file(store, tmp_path / "in.sqlite", "langgraph")
+    assert report.added == 3 and max(map(len, report.session_ids)) <= 512 and "thread" in report.session_ids
+    export_file(store, tmp_path / "out.sqlite", "langgraph")
+    with closing(sqlite3.connect(tmp_path / "out.sqlite")) as connection:
+        assert {name for (name,) in connection.execute("SELECT DISTINCT thread_id FROM checkpoints")} == set(names)

@@ -2,7 +2,7 @@
 
 Blocks fenced as ``python`` run in any environment of the tests, those of a page one after another in one namespace and directory.
 One with a title is a file that later blocks run. Blocks fenced as ``py`` need more: those of the tutorials on PostgreSQL and SGLang
-are run where that is installed; those of other pages show names that are the reader's own, and are not run.
+are run where that is installed; those of other pages have names that are the reader's own: see `test_docs_excerpts.py`.
 """
 
 from __future__ import annotations

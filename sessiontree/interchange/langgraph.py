@@ -17,6 +17,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from datetime import UTC, datetime
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 from uuid import UUID
@@ -31,6 +32,7 @@ from sessiontree.interchange.losses import Losses
 from sessiontree.interchange.plain import Foreign, from_plain, to_plain
 from sessiontree.interchange.source import SourceFile, expect
 from sessiontree.interchange.times import seconds
+from sessiontree.store import MAX_SESSION_ID
 
 _CHANNEL: Final = "messages"
 _KNOWN_CODES: Final = range(8)  # of LangGraph's extension types, whose bytes are msgpack again
@@ -163,6 +165,9 @@ class _Thread:
         turns = [turn for each in self._checkpoints.values() for turn in self._turns(each)]
         heads = {MAIN: max(self._checkpoints)} if self._checkpoints else {}
         name = f"{thread}/{space}" if space else thread
+        name = name or "thread"  # LangGraph takes any text for an id
+        if len(name) > MAX_SESSION_ID:
+            name = f"{name[:100]}-{blake2b(name.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"
         return Conversation(id=name, turns=turns, heads=heads, fields={"thread_id": thread, "checkpoint_ns": space})
 
     def _select(self, columns: str, table: str, checkpoint: str | None = None) -> list[Any]:

@@ -351,7 +351,7 @@ class _Lines:
         """An entry that is no turn."""
         conversation = self._conversation
         self._losses.add(why, conversation.id)
-        name = uuid5(NAMESPACE_OID, json.dumps([conversation.id, kind, said])).hex
+        name = uuid5(NAMESPACE_OID, json.dumps([conversation.id, kind, parent, said])).hex
         return {"type": kind, "id": name, "parentId": parent, "timestamp": iso(conversation.created_at or 0.0), **said}
 
     def _own(self, turn: Turn) -> Mapping[str, Any]:

@@ -54,6 +54,8 @@ _WRITTEN: Final = {
 _CALL: Final = "function_call"
 _IMAGE: Final = "<image>"
 _PREFERENCE: Final = ("chosen", "rejected")
+#: What a row says of its answer.
+_JUDGEMENTS: Final = frozenset({"kto_tag", "label"})
 
 #: What an entry may say in OpenAI's form beside its text.
 _AS_OPENAI: Final = ("name", "reasoning_content", "tool_calls", "tool_call_id")
@@ -80,7 +82,7 @@ def read(file: SourceFile, losses: Losses) -> Iterator[Conversation]:
         number = "".join(filter(str.isdigit, place))
         name = row.get("id")
         name = str(name) if isinstance(name, (str, int)) and name != "" else f"{file.stem}-{number}"
-        if name in seen:
+        while name in seen:
             name = f"{name}-{number}"
         seen.add(name)
         fields: dict[str, Any] = {"row": row}
@@ -163,7 +165,7 @@ class _Row:
         losses = self._losses
         if not expect(entry, dict, "an entry", place, losses):
             return None
-        speaker, key = entry.get("from", entry.get("role")), _text_key(entry)
+        speaker, key = entry.get("role") if entry.get("from") is None else entry["from"], _text_key(entry)
         text = entry.get(key)
         if not (
             expect(speaker, str, "who speaks", place, losses)
@@ -343,25 +345,29 @@ def write(conversations: Iterable[Conversation], path: Path, losses: Losses) -> 
 
 
 def _rows(conversation: Conversation, losses: Losses) -> Iterator[dict[str, Any]]:
-    count = 0
-    waiting: dict[Any, dict[str, Branch]] = {}
-    tree = Tree(conversation)
+    """A row for each branch; for two answers of which one was preferred, one for both, also where more was said after either."""
+    tree, count = Tree(conversation), 0
+    pairs: dict[Any, dict[str, Turn]] = {}
+    for turn in tree.turns.values():
+        if turn.fields.get("as") in _PREFERENCE:
+            pairs.setdefault(turn.parent, {})[turn.fields["as"]] = turn
+    waiting = {parent: pair for parent, pair in pairs.items() if len(pair) == len(_PREFERENCE)}
+    if alone := len(pairs) - len(waiting):
+        losses.add("that an answer was preferred to another, which is not written", conversation.id, alone)
+    said: set[Any] = set()
     for branch in tree.branches() if tree.turns else [()]:
-        preferred = branch[-1].fields.get("as") if branch else None
-        if preferred in _PREFERENCE:
-            pair = waiting.setdefault(branch[-1].parent, {})
-            pair[preferred] = branch
-            if len(pair) < len(_PREFERENCE):
+        tip = branch[-1] if branch else None
+        if tip is not None and tip.fields.get("as") in _PREFERENCE and tip.parent in waiting:
+            if tip.parent in said:
                 continue
-            del waiting[branch[-1].parent]
-            yield _Written(conversation, losses).row(pair["chosen"][:-1], {name: pair[name][-1] for name in _PREFERENCE})
+            said.add(tip.parent)
+            yield _Written(conversation, losses).row(branch[:-1], waiting[tip.parent])
         else:
             yield _Written(conversation, losses).row(branch, {})
         count += 1
-    for pair in waiting.values():
-        for branch in pair.values():
-            yield _Written(conversation, losses).row(branch, {})
-            count += 1
+    for parent in waiting.keys() - said:
+        yield _Written(conversation, losses).row(tree.path(parent) if parent is not None else (), waiting[parent])
+        count += 1
     if count > 1:
         losses.add("a tree is written branch by branch: turns that branches share stand in each", conversation.id)
 
@@ -383,6 +389,10 @@ class _Written:
     def row(self, branch: Branch, preferred: Mapping[str, Turn]) -> dict[str, Any]:
         conversation, row = self._conversation, self._row
         own = "row" in conversation.fields
+        if own and branch and not preferred and not {"entry", "as"} & branch[-1].fields.keys():
+            for name in _JUDGEMENTS & row.keys():
+                del row[name]
+                self._losses.add(f"{name} of a row, which is said of the answer that was read", conversation.id)
         entries: list[dict[str, Any]] = []
         for turn in branch:
             if turn.message is None:

@@ -245,7 +245,7 @@ PICTURES = (
         "const at = (head) => viewer.state.session.heads.find(([name]) => name === head)[1];"
         "await viewer.compare(at('best'), at('guess'))",
     ),
-    ("pi", "pi", "light", "await viewer.choose(find((s, at) => s.numChildren[at] > 1))"),
+    ("pi", "pi", "light", "await viewer.choose(find((s, at) => s.numChildren[at] > 1 && s.depths[at] > 2))"),
     ("claude-code", "claude-code", "dark", "await viewer.choose(find((s, at) => s.numChildren[at] > 1 && s.depths[at] > 2))"),
     (
         "large",

@@ -201,6 +201,20 @@ def test_view_writes_all_that_show_says(chats: Path, tmp_path: Path) -> None:
     assert (picture["width"], picture["height"]) == (20, 20)
 
 
+@pytest.mark.parametrize("tokenizer", [[], ["--tokenizer", "qwen"]])
+def test_what_was_imported_as_words_shows_them(tmp_path: Path, tokenizer: list[str]) -> None:
+    """Also where a tokenizer is given, which tells nothing of nodes without tokens; and calls, where nothing was said."""
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+    messages = [{"role": "user", "content": "Where is it?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    (tmp_path / "said.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    chats = str(tmp_path / "chats")
+    assert run("import", chats, str(tmp_path / "said.jsonl"), "--format", "openai").exit_code == 0
+    assert run("view", chats, *tokenizer, "-o", str(tmp_path / "page.html")).exit_code == 0
+    blocks = blocks_of(tmp_path / "page.html")
+    texts = [node.get("text") for block in blocks.values() for node in block.get("nodes", ()) if isinstance(node, dict)]
+    assert texts.count("Where is it?") == 1 and texts.count('look({"at": 1})') == 1
+
+
 def test_view_takes_what_the_other_commands_take(chats: Path, tmp_path: Path, postgres_url: str) -> None:
     from sessiontree.copying import copy_sessions
 

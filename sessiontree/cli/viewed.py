@@ -23,10 +23,10 @@ from sessiontree.annotations import Annotation, OfTokens, Ragged, Spans, TokenVa
 from sessiontree.cli.facts import Marks, annotation_facts, held, namespace_facts, node_facts, number
 from sessiontree.cli.output import plain
 from sessiontree.cli.shape import Shape
-from sessiontree.cli.words import Words
+from sessiontree.cli.words import Words, message_text
 from sessiontree.digest import ID_BYTES, pack
 from sessiontree.errors import CorruptTree, UnknownNode
-from sessiontree.interchange import message_of, text_of, title_of
+from sessiontree.interchange import title_of
 from sessiontree.media import MediaItem
 from sessiontree.node import Node
 from sessiontree.positions import MODES
@@ -164,12 +164,16 @@ class Viewed:
         label = self._label(node)
         return Row(len(node), node.role, node.origin == "generated", node.finish_reason, label, modalities, values)
 
+    def _has_words(self, node: Node) -> bool:
+        """Whether a tokenizer tells what it says. It has nothing to tell of nodes that were imported as words alone."""
+        return self._words is not None and bool(node.token_ids.any())
+
     def _label(self, node: Node) -> str:
         if node.parent is None:
             return node.scheme.name
+        if not self._has_words(node) and (message := _message(node)):
+            return message[:MAX_LABEL]
         if self._words is None:
-            if message := _message(node):
-                return message[:MAX_LABEL]
             ids = node.input_ids(node.start, min(node.stop, node.start + MAX_IDS)).tolist()
             return " ".join(map(str, ids)) + (" …" if len(node) > MAX_IDS else "")
         most = MAX_PLACEHOLDERS if node.media else MAX_LABEL  # an item is told by how many tokens it has
@@ -282,7 +286,7 @@ class Viewed:
             if entry["features"]:
                 self._items.setdefault(content, (node, item))
         ids = node.token_ids
-        if self._words is None and (message := _message(node)):
+        if not self._has_words(node) and (message := _message(node)):
             facts["text"] = message
         if self._words is not None:
             pieces.update(np.unique(ids).tolist())
@@ -341,7 +345,7 @@ class Viewed:
 def _message(node: Node) -> str:
     """The text of the message that a node was imported of; none where it is no such node, or says it otherwise."""
     try:
-        return text_of(message_of(node))
+        return message_text(node)
     except (ValueError, TypeError, AttributeError):  # metadata are anybody's
         return ""
 

@@ -53,14 +53,20 @@ class Words:
         return "".join(self._decode(run) if known else "".join(f"<{each}>" for each in run) for known, run in runs)
 
 
-def said_by(node: Node | LoneNode, characters: int) -> str | None:
-    """The beginning of the message that a node was imported of, quoted, in one line, safe to show; None where it says nothing."""
+def message_text(node: Node | LoneNode) -> str:
+    """The text of the message that a node was imported of; where that has none, what was thought and called. "" for nothing."""
     message = message_of(node)
     text = text_of(message)
-    if message is not None and not text:
-        thought = message.get("reasoning_content")
-        called = (f"{name}({arguments})" for _, name, arguments in calls_of(message))
-        text = " ".join([*([f"({thought})"] if isinstance(thought, str) and thought else ()), *called])
+    if message is None or text:
+        return text
+    thought = message.get("reasoning_content")
+    called = (f"{name}({arguments})" for _, name, arguments in calls_of(message))
+    return " ".join([*([f"({thought})"] if isinstance(thought, str) and thought else ()), *called])
+
+
+def said_by(node: Node | LoneNode, characters: int) -> str | None:
+    """The beginning of the message that a node was imported of, quoted, in one line, safe to show; None where it says nothing."""
+    text = message_text(node)
     return _isolated(safe(repr(text[:characters]))) + ("…" if len(text) > characters else "") if text else None
 
 

@@ -246,7 +246,7 @@ def test_an_extra_brings_all_that_its_modules_need(installed: Installed, extra: 
 
 
 ROUND_TRIP = """
-from sessiontree import MediaItem, SessionStore, Unsupported, media_identity
+from sessiontree import MediaItem, NeedsExtra, SessionStore, media_identity
 from sessiontree.fsck import fsck
 from sessiontree.positions import scheme
 
@@ -266,7 +266,7 @@ with SessionStore.open("store", read_only=True) as store:
 assert fsck("store").ok
 try:
     SessionStore.connect("postgresql://nobody@localhost/nothing")
-except Unsupported as error:
+except NeedsExtra as error:
     print(error)
 """
 

@@ -462,3 +462,19 @@ def test_claude_code_goes_on_from_what_another_wrote(make: ModuleType, tmp_path:
         [{"type": "text", "text": "Done."}],
     ]
     assert {"type": "tool_result", "tool_use_id": "c1", "content": "Read."} in messages[2]["content"]
+
+
+def test_a_fork_is_another_session_of_claude_codes(tmp_path: Path) -> None:
+    """Its lines say so, those that it shares and those of its own; those of the session that it was forked from do not."""
+    with SessionStore.in_memory() as store:
+        import_file(store, SESSION, NAME)
+        session = store.get("session")
+        at = session.heads["main"].path()[-3]
+        fork = store.fork(session, at, "22222222-3333-4444-8555-666666666666")
+        fork.set_head("main", fork.append(fork.node(at.id), [], role="note", key="new"))
+        export_file(store, tmp_path / "out", NAME)
+    named = {
+        path.stem: {line["sessionId"] for line in lines_of(path) if "sessionId" in line} for path in (tmp_path / "out").iterdir()
+    }
+    assert named["22222222-3333-4444-8555-666666666666"] == {"22222222-3333-4444-8555-666666666666"}
+    assert named["session"] == {"11111111-2222-4333-8444-555555555555"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shlex
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +18,13 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+import typer
 
 import engine_bridge
 import sessiontree
 from sessiontree import Node, Session, SessionStore, positions
 from sessiontree.annotations import Spans
+from sessiontree.cli.app import app
 from tests.sglang_engine import engine, needs_sglang
 from tests.sglang_scheduler import configured
 
@@ -215,3 +218,27 @@ def test_every_excerpt_is_run_by_some_test() -> None:
         if not any(page == known and block.startswith(beginning) for known, beginning in HERE)
     ]
     assert left == [("README.md", "from openai import OpenAI")]  # test_mini_scheduler_page.py
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """(page, arguments) of each `sessiontree` in the shell's blocks."""
+    pages = ["README.md", *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md")))]
+    return [
+        (page, shlex.split(line, comments=True)[1:])
+        for page in pages
+        for block in re.findall(r"^```sh\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+        for line in block.splitlines()
+        if line.startswith("sessiontree ")
+    ]
+
+
+def test_every_command_in_the_documentation_is_one() -> None:
+    """With such arguments and options. What they do, the tests of the pages say that are about them."""
+    group: Any = typer.main.get_command(app)
+    found = commands()
+    assert len(found) > 40
+    for page, arguments in found:
+        with group.make_context("sessiontree", list(arguments)) as context:
+            name, command, rest = group.resolve_command(context, [*context._protected_args, *context.args])
+            assert command is not None, (page, arguments)
+            command.make_context(name, rest, parent=context).close()  # raises UsageError for what there is not

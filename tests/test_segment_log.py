@@ -100,8 +100,12 @@ def prefix_length(found: list[bytes], batches: Sequence[Batch]) -> int:
 
 @pytest.fixture(autouse=True)
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sidecar blocks of a few rows. On a simulated disk the background thread acts only when a test calls _tend."""
+    """Sidecar blocks of a few rows, zeros in small pieces. On a simulated disk the thread acts only when a test calls _tend."""
     monkeypatch.setattr(segment_log, "_BLOCK_ROWS", 4)
+    monkeypatch.setattr(segment_log, "_PAGE", 64)
+    monkeypatch.setattr(segment_log, "_ZEROS", bytes(128))
+    monkeypatch.setattr(segment_log, "_AHEAD", (150, 400))
+    monkeypatch.setattr(segment_log, "_BREATH", 0)
     if "tmp_path" not in request.fixturenames:
         monkeypatch.setattr(segment_log, "_POLL", (1000.0, 1000.0))
 
@@ -795,6 +799,8 @@ def run_and_record(durability: Durability, rng: random.Random) -> tuple[Disk, li
         elif rng.random() < 0.7:
             log._tend()
         disk.mark(log.durable)
+        if durability == "commit" and rng.random() < 0.4:
+            log._tend()
     if rng.random() < 0.5:
         log.close()
         disk.mark(log.durable)
@@ -1242,6 +1248,152 @@ def test_the_entries_are_looked_at_anywhere_in_a_commit_beside_a_compaction() ->
 
 
 # threads and processes ------------------------------------------------------------------------------------------------------
+
+
+def zeroed(disk: Disk) -> list[tuple[int, int]]:
+    """Where zeros alone were written in segments: offset and size of each write."""
+    segments = {file for name, file in disk.names.items() if name.endswith(".seg")}
+    writes = [event for event in disk.trace if event[0] == "write" and event[1] in segments]
+    return [(event[2], len(event[3])) for event in writes if not any(event[3])]
+
+
+def test_zeros_stand_where_the_next_records_go() -> None:
+    """Of a commit, at the next look: as far as records came since the last one, times four, and in no page of theirs."""
+    disk = Disk()
+    log = opened(disk)
+    assert not zeroed(disk)
+    log._tend()
+    assert not zeroed(disk), "nothing came yet"
+    stop = 0
+    for size in (10, 500, 30, 5000):
+        before = log._end.offset
+        log.wait(log.enqueue(batch_of(bytes(size))))
+        end, done = log._end.offset, len(zeroed(disk))
+        log._tend()
+        new = zeroed(disk)[done:]
+        starts = [start for start, _ in new]
+        assert starts == sorted(starts) and all(start % 64 == 0 and start >= max(end, stop) for start in starts)
+        stop = sum(new[-1]) if new else stop
+        assert end + min(max(150, 4 * (end - before)), 400) <= stop < end + 400 + 128 + 64
+        log._tend()
+        assert len(zeroed(disk)) == done + len(new), "nothing came since"
+    log.close()
+    assert opened(disk, read_only=True)._end.offset == len(disk.content(".seg")), "none of them outlives a clean close"
+
+
+@pytest.mark.parametrize("durability", ["group", "relaxed"])
+def test_no_zeros_where_nobody_waits_for_a_sync(durability: Durability) -> None:
+    disk = Disk()
+    log = opened(disk, durability=durability)
+    store(log, some_batches(5, random.Random(1)))
+    log._tend()
+    assert not zeroed(disk)
+    log.close()
+
+
+def test_no_zeros_on_a_full_disk() -> None:
+    """They would take the room of records."""
+    disk = Disk()
+    log = opened(disk)
+    disk.fault = Fault(1, errno.ENOSPC, frozenset({"fallocate"}), forever=True)
+    log.wait(log.enqueue(batch_of(b"kept")))
+    log._tend()
+    assert not zeroed(disk)
+    log.close()
+    goes_on(disk, [b"kept"])
+
+
+def test_zeros_that_fail_are_done_without() -> None:
+    disk = Disk()
+    log = opened(disk)
+    log.wait(log.enqueue(batch_of(b"one")))
+    disk.fault = Fault(1, errno.EIO, frozenset({"pwrite"}), part=0.0)
+    log._tend()
+    disk.fault = None
+    for record in (b"two", b"three"):
+        log.wait(log.enqueue(batch_of(record)))
+        log._tend()
+    assert not zeroed(disk) and log.durable == 3
+    log.close()
+    goes_on(disk, [b"one", b"two", b"three"])
+
+
+def test_zeros_are_written_anew_where_a_failed_write_was_undone() -> None:
+    disk = Disk()
+    log = opened(disk)
+    log.wait(log.enqueue(batch_of(b"kept")))
+    log._tend()
+    first = zeroed(disk)
+    disk.fault = Fault(1, errno.ENOSPC, frozenset({"pwrite"}))
+    with pytest.raises(StoreFailed):
+        log.wait(log.enqueue(batch_of(b"lost")))
+    log.wait(log.enqueue(batch_of(b"more")))
+    log._tend()
+    assert zeroed(disk)[len(first)][0] < sum(first[-1])
+    log.close()
+    goes_on(disk, [b"kept", b"more"])
+
+
+def test_zeros_end_with_the_segment() -> None:
+    disk = Disk()
+    log = opened(disk, segment_bytes=1000)
+    for _ in range(10):
+        log.wait(log.enqueue(batch_of(bytes(100))))
+        log._tend()
+    assert max(map(sum, zeroed(disk))) == 1000
+    log.close()
+
+
+def test_zeros_wait_for_a_frame_that_an_interrupt_left() -> None:
+    """It may stand on the disk before anybody knows that it ends there."""
+    disk = Disk()
+    log = opened(disk)
+    log.wait(log.enqueue(batch_of(b"one")))
+    log.enqueue(batch_of(bytes(1000)))
+    log._stage()
+    log._plan_ahead()
+    assert not log._zero() and not zeroed(disk)
+    log.flush()
+    assert log._plan_ahead() and log._zero() and zeroed(disk)
+    log.close()
+
+
+def test_zeros_reach_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads commit while zeros are written all the time; segments are rolled, and one is cut."""
+    monkeypatch.setattr(segment_log, "_POLL", (1000.0, 1000.0))
+    log = SegmentLog.open(tmp_path / "s", entry_of=entry_of, segment_bytes=30_000)
+    stop = threading.Event()
+    pieces = 0
+
+    def zero() -> None:
+        nonlocal pieces
+        while not stop.is_set():
+            if log._plan_ahead():
+                while log._zero():
+                    pieces += 1
+
+    def write(thread: int) -> None:
+        rng = random.Random(thread)
+        for part in range(200):
+            log.wait(log.enqueue(batch_of(b"%d.%d " % (thread, part) + rng.randbytes(rng.choice((10, 300, 3000))))))
+            if thread == 0 and part == 100:
+                log.cut()
+
+    threads = [threading.Thread(target=write, args=(thread,)) for thread in range(3)]
+    background = threading.Thread(target=zero)
+    for thread in (background, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stop.set()
+    background.join()
+    stored = records_of(log)
+    assert pieces > 100
+    assert {record.split(b" ")[0] for record in stored} == {b"%d.%d" % (thread, part) for thread in range(3) for part in range(200)}
+    log.close()
+    log = SegmentLog.open(tmp_path / "s", entry_of=entry_of, read_only=True)
+    assert records_of(log) == stored and not log.damaged and not log.recovered_bytes
+    log.close()
 
 
 class SlowSync(System):

@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property, partial
+from functools import partial
 from struct import Struct
 from sys import getsizeof
 from typing import Any, Final, NamedTuple, TypeVar, cast
@@ -54,6 +54,7 @@ R = TypeVar("R", codec.SessionRecord, codec.HeadRecord, codec.DropRecord)
 MISSING: Final = -1  # the place of a node that is nowhere
 _REMEMBERED: Final = 64  # batches, after which those that are durable are forgotten
 _FEW: Final = 16  # ids looked for one by one before they are sorted, or records that are read one by one
+_UNSORTED: Final = 256  # records of sessions and the like that are looked through for a name before they are sorted
 _LISTED_BYTES: Final = 112  # of an id and a number
 _BATCH: Final = 4096  # records of which the entries are looked at together
 
@@ -79,22 +80,36 @@ def _with_prefixes(records: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
 
 
 class Columns:
-    """What the log knows of its records, as one array a field: to look at one field of all takes a pass over that field alone."""
+    """What the log knows of its records, as one array a field: to look at one field of all takes a pass over that field alone.
+
+    ``before``: what was known under the same lease, of fewer records: only what came since is looked at. What of its arrays has
+    room for that goes on in them, which changes nothing that anybody sees: the rows of a log stay as they are, so whoever writes
+    behind what ``before`` has, writes the same.
+    """
 
     kinds: NDArray[np.uint8]
     sessions: NDArray[np.uint32]
     ordinals: NDArray[np.uint32]
     parents: NDArray[np.uint32]
 
-    def __init__(self, entries: NDArray[Any], lease: Lease | None = None) -> None:
+    def __init__(self, entries: NDArray[Any], lease: Lease | None = None, before: Columns | None = None) -> None:
         self.entries = entries
         self.lease = lease  # without which the records may be gone
-        self.kinds, self.sessions, self.ordinals, self.parents = (
-            np.ascontiguousarray(entries[name]) for name in ("kind", "session", "ordinal", "parent")
-        )
-        self._others = np.flatnonzero(self.kinds != codec.NODE)  # mostly few
+        start = 0 if before is None else len(before.entries)
+        new = entries[start:]
+        fields = [np.array(new[name]) for name in ("kind", "session", "ordinal", "parent")]
+        fields.append(np.flatnonzero(fields[0] != codec.NODE) + start)  # mostly few
+        if before is not None:
+            fields = [_longer(*both) for both in zip(before._fields, fields, strict=True)]
+        self._fields: list[NDArray[Any]] = fields
+        self.kinds, self.sessions, self.ordinals, self.parents, self._others = fields
         self._grouped: tuple[NDArray[np.int64], NDArray[np.uint32]] | None = None
         self._last: tuple[int, NDArray[np.int64]] = -1, self._others[:0]
+        # Of the first so many of the others: which sessions they drop, and those that they make, by name.
+        self._dropped: tuple[int, frozenset[int]] = (0, frozenset()) if before is None else before._dropped
+        self._by_name: tuple[int, NDArray[np.uint64], NDArray[np.int64]] = (
+            (0, np.empty(0, np.uint64), self._others[:0]) if before is None else before._by_name
+        )
 
     def others(self) -> NDArray[np.int64]:
         """Where records are that are of no node, in order."""
@@ -149,7 +164,7 @@ class Columns:
         if kind == codec.NODE:
             assert session is not None
             return np.flatnonzero((self.sessions == session) & (self.kinds == kind))
-        places = self._others[self.kinds[self._others] == kind]
+        places = self._of_kind(kind, 0)
         return places if session is None else places[self.sessions[places] == session]
 
     def _of(self, session: int) -> NDArray[np.int64] | None:
@@ -170,11 +185,15 @@ class Columns:
             self._last = session, mine
         return mine
 
-    @cached_property
+    @property
     def dropped_sessions(self) -> frozenset[int]:
         """Numbers of those that are gone."""
-        drops = self.places(codec.DROP)
-        return frozenset(self.sessions[drops[self.ordinals[drops] == 0]].tolist())
+        looked, dropped = self._dropped
+        if looked < len(self._others):
+            drops = self._of_kind(codec.DROP, looked)
+            dropped |= set(self.sessions[drops[self.ordinals[drops] == 0]].tolist())
+            self._dropped = len(self._others), dropped
+        return dropped
 
     @property
     def age(self) -> tuple[int, int]:
@@ -186,23 +205,51 @@ class Columns:
         ids = np.ascontiguousarray(self.entries["id"][places])
         return ids.view(np.uint64).reshape(len(places), 4)[:, 0]
 
-    @cached_property
-    def _sessions_by_name(self) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        places = self.places(codec.SESSION)
-        names = self.ids(places)
-        order = np.argsort(names, kind="stable")
-        return names[order], places[order]
-
     def sessions_named(self, identity: bytes) -> list[int]:
         """Where sessions of this name's digest are, in order."""
-        names, places = self._sessions_by_name
+        looked, names, places = self._by_name
+        if len(self._others) - looked > _UNSORTED + looked // 8:
+            looked, places = len(self._others), self.places(codec.SESSION)
+            names = self.ids(places)
+            order = np.argsort(names, kind="stable")
+            names, places = names[order], places[order]
+            self._by_name = looked, names, places
         wanted = np.frombuffer(identity, np.uint64)[0]
-        return self.named(places[names.searchsorted(wanted, "left") : names.searchsorted(wanted, "right")], identity)
+        sorted_ones = places[names.searchsorted(wanted, "left") : names.searchsorted(wanted, "right")]
+        return self.named(np.concatenate([sorted_ones, self._of_kind(codec.SESSION, looked)]), identity)
+
+    def _of_kind(self, kind: int, first: int) -> NDArray[np.int64]:
+        """Where records of a kind are, among the others from the first so many on."""
+        places = self._others[first:]
+        found: NDArray[np.int64] = places[self.kinds[places] == kind]
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """What its arrays take, with their room, without the entries."""
+        _, *by_name = self._by_name
+        return sum(_room_of(field).nbytes for field in self._fields) + sum(each.nbytes for each in by_name)
 
     def named(self, places: NDArray[np.int64], identity: bytes) -> list[int]:
         """Those that have this id."""
         alike = places[self.ids(places) == np.frombuffer(identity, np.uint64)[0]].tolist()
         return [place for place in alike if self.entries[place]["id"].tobytes() == identity]
+
+
+def _room_of(values: NDArray[Any]) -> NDArray[Any]:
+    """The array of which these are the first."""
+    return values if values.base is None else values.base
+
+
+def _longer(values: NDArray[Any], more: NDArray[Any]) -> NDArray[Any]:
+    """``values`` and ``more``, in the same array if it has room."""
+    count = len(values) + len(more)
+    room = _room_of(values)
+    if count > len(room):
+        room = np.empty(count + count // 8, values.dtype)
+        room[: len(values)] = values
+    room[len(values) : count] = more
+    return room[:count]
 
 
 def parents_of(columns: Columns, places: NDArray[np.int64]) -> Sequence[int]:
@@ -794,7 +841,7 @@ class Journal:
         known = self._columns
         if known.lease is self._log.lease and len(self._log.entries()) == len(known.entries):
             return known
-        columns = self._columns_now()
+        columns = self._columns_now(known)
         with self._lock:
             if columns.age > self._columns.age:  # else somebody has seen more
                 self._columns = columns
@@ -802,12 +849,13 @@ class Journal:
             self._move(columns)
         return columns
 
-    def _columns_now(self) -> Columns:
+    def _columns_now(self, known: Columns | None = None) -> Columns:
         """Never without the lease that keeps its records, though perhaps with an earlier one, which keeps them too."""
         while True:
             lease, entries = self._log.lease, self._log.entries()
             if lease is self._log.lease:
-                return Columns(entries, lease)
+                same = known is not None and known.lease is lease and len(known.entries) <= len(entries)
+                return Columns(entries, lease, known if same else None)
 
     # Reading
 
@@ -1221,10 +1269,8 @@ class Journal:
         columns = self._columns
         entries = self._log.entries()
         rows = entries if entries.base is None else entries.base  # with the room behind them
-        own = [rows, columns.kinds, columns.sessions, columns.ordinals, columns.parents, columns.others()]
-        own += columns.__dict__.get("_sessions_by_name", ())
         listed = getsizeof(self._listed) + _LISTED_BYTES * len(self._listed)
-        return sum(each.nbytes for each in own) + getsizeof(self._ids) + listed + self.lag[1]
+        return int(rows.nbytes) + columns.nbytes + getsizeof(self._ids) + listed + self.lag[1]
 
     def check_writable(self) -> None:
         """Raises Unsupported where it is only read, CorruptTree where damage was found."""

@@ -379,6 +379,12 @@ def idle(folder: Path) -> dict[str, float]:
             found = store.get(f"session-{number}").head("main").node.input_ids()
             back.append(time.perf_counter() - began)
             assert found[0] == number and len(found) == (80 if number % 2 else 64)
+        on = []
+        for number in np.random.default_rng(1).choice(IDLE, 200, replace=False).tolist():
+            began = time.perf_counter()
+            session = store.get(f"session-{number}")
+            session.append(session.head("main").node, ids)
+            on.append(time.perf_counter() - began)
     size = sum(file.stat().st_size for file in (folder / "idle").rglob("*") if file.is_file())
     return {
         "asleep": asleep / 1e6,
@@ -386,6 +392,8 @@ def idle(folder: Path) -> dict[str, float]:
         "first": back[0] * 1000,
         "back": statistics.median(back) * 1000,
         "longest": max(back) * 1000,
+        "on": statistics.median(on) * 1000,
+        "longest on": max(on) * 1000,
         "disk": size / IDLE,
     }
 
@@ -401,6 +409,12 @@ def idle_sessions(folder: Path) -> Iterator[Figure]:
     yield Figure(f"{name} evicted to disk: memory", found["asleep"], "MB", 60, note=note)
     yield Figure(f"{name}: one of them back, its path read", found["back"], "ms", 5, note=f"the first {found['first']:.1f} ms")
     yield Figure(f"{name}: the longest of 200 to come back", found["longest"], "ms")
+    yield Figure(
+        f"{name}: one of them back and gone on with, 200 in turn",
+        found["on"],
+        "ms",
+        note=f"the longest {found['longest on']:.1f} ms: each has to see what the one before wrote",
+    )
     yield Figure(
         f"{name}: time to evict each", found["evicting"] / IDLE * 1e6, "µs", note="1,000 at a time, what was written synced"
     )

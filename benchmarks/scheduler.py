@@ -49,6 +49,7 @@ LAST = np.arange(REPLY, dtype=np.int32)
 SESSIONS, STEPS = 512, 200
 THREADS, APPENDS = 16, 4_000
 HEADS = IDLE = 100_000
+OPEN = 20_000
 NUMBERS = itertools.count()
 clock = time.perf_counter_ns
 
@@ -345,6 +346,31 @@ def heads(folder: Path) -> Iterator[Figure]:
             yield Figure(f"a name looked for in session.heads of {count:,}, {where}", looked, "µs", 5 if many else None)
 
 
+# time -----------------------------------------------------------------------------------------------------------------------------
+
+
+def ticks() -> Iterator[Figure]:
+    """What a scheduler pays to tell the time, when few of its sessions were used and none lay idle for too long."""
+    with SessionStore.in_memory(idle_ttl=3600.0, draft_ttl=60.0) as store:
+        made = [store.create(f"{number}", scheme="text@hf5") for number in range(OPEN)]
+        for session in made:
+            session.append(session.root, [1, 2, 3])
+        drafts = [session.draft(session.root) for session in made[:SESSIONS]]
+        now = itertools.count()
+        for _ in range(2):
+            store.tick(next(now))
+        taken = []
+        for turn in range(50):
+            for session, draft in zip(made, drafts, strict=False):
+                session.set_head("main", session.append(session.root, [turn + 10]))
+                draft.extend([turn])
+            began = clock()
+            assert store.tick(next(now)) == ()
+            taken.append((clock() - began) / 1e6)
+        name = f"tick of a store with {OPEN:,} sessions open, {SESSIONS} of them used since, each with a draft"
+        yield Figure(name, statistics.median(taken), "ms", note=f"longest {max(taken):.1f} ms")
+
+
 # idle sessions -----------------------------------------------------------------------------------------------------------------
 
 
@@ -433,6 +459,7 @@ def main() -> int:
         "threads": lambda: threads(folder),
         "crowd": lambda: crowd(folder),
         "heads": lambda: heads(folder),
+        "ticks": ticks,
         "idle": lambda: idle_sessions(folder),
     }
     try:

@@ -141,9 +141,8 @@ class NodeIndex:
     def held_bytes(self) -> int:
         """Bytes of its own nodes, their tokens, and what finds them; those of other layers, and of a fork's path, are not."""
         ledger = self._ledger
-        if ledger is None:
-            with self._linking_lock:
-                ledger = self._ledger = self._ledger or Ledger()
+        if ledger is None:  # of two that are made at once either will do: each counts all there is
+            ledger = self._ledger = Ledger()
         tables = (self.nodes, self.by_id, self.by_key, self._first_child, self._last_child, self._next_sibling, self._tip_ids)
         ordinals = INT_BYTES * (len(self._first_child) + len(self._last_child))
         known = self._prefixes

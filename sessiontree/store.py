@@ -67,7 +67,7 @@ _logger = logging.getLogger(__name__)
 
 MAX_SESSION_ID: Final = 512
 _URLS: Final = ("postgresql://", "postgres://")
-_ALONE: Final = 4  # references to a session that the store holds, and looks at; whoever holds more of them has it awake
+_ALONE: Final = 5  # references to a session that the store holds, and looks at; whoever holds more of them has it awake
 _AT_ONCE: Final = 256  # sessions that gc looks at before others can be opened, and evict before it asks what is held
 
 
@@ -144,6 +144,7 @@ class SessionStore:
         self._asleep = Sleepers()
         self._survivors: dict[int, Sequence[tuple[int, ref[Node]]]] = {}  # of those asleep, nodes that somebody held
         self._fresh: dict[str, Session] = {}
+        self._uncounted: dict[str, Session] = {}  # those that were used since their bytes were counted
         self._uses: Iterator[int] = itertools.count(1)
         self._nodes = HeldNodes()
         self._held = 0  # bytes counted for the sessions that are awake
@@ -307,6 +308,7 @@ class SessionStore:
             session._closed = True
         self._sessions.clear()
         self._fresh.clear()
+        self._uncounted.clear()
         self._creating.clear()
         self._held = 0
 
@@ -612,7 +614,7 @@ class SessionStore:
         with self._lock:
             self._now = max(self._now, now)
         if self._draft_ttl is not None:
-            for session in list(self._sessions.values()):
+            for session in self._drafting():
                 session._time_out_drafts(now, self._draft_ttl)
         ended = [] if self._idle_ttl is None else self._expire(now, self._idle_ttl)
         self._feed.pass_on()
@@ -628,7 +630,9 @@ class SessionStore:
         """Incarnation and id of the sessions that are closed now, since they lay idle for so long."""
         with self._opening:  # else one that evict looks at may be neither awake nor asleep
             awake = list(self._sessions.values())
-        closed = [(session.incarnation, session.id) for session in awake if session._expire(now, idle_ttl)]
+        # Of most, nothing is to be noted: they cost no call.
+        due = [session for session in awake if session._open_drafts or not now - session._last_used < idle_ttl]
+        closed = [(session.incarnation, session.id) for session in due if session._expire(now, idle_ttl)]
         journal = self._journal
         if journal is not None:
             with self._opening:
@@ -646,8 +650,8 @@ class SessionStore:
         return closed
 
     def _look(self) -> None:
-        """Note when the sessions were used that were since the last look, and count their bytes."""
-        fresh = self._fresh
+        """Note when the sessions were used that were since the last look."""
+        fresh, uncounted = self._fresh, self._uncounted
         while fresh:
             try:
                 session = fresh.popitem()[1]
@@ -655,9 +659,26 @@ class SessionStore:
                 return
             try:
                 session._last_used = self._now
-                self._count_bytes(session)
+                uncounted[session.id] = session
+                if self._sessions.get(session.id) is not session:  # it was closed meanwhile
+                    uncounted.pop(session.id, None)
             except BaseException:  # interrupted: it is looked at again
                 fresh.setdefault(session.id, session)
+                raise
+
+    def _count_used(self) -> None:
+        """Count the bytes of the sessions that were used."""
+        self._look()
+        uncounted = self._uncounted
+        while uncounted:
+            try:
+                session = uncounted.popitem()[1]
+            except KeyError:
+                return
+            try:
+                self._count_bytes(session)
+            except BaseException:
+                uncounted.setdefault(session.id, session)
                 raise
 
     def _count_bytes(self, session: Session) -> None:
@@ -749,6 +770,7 @@ class SessionStore:
                         with self._lock:
                             held = session._held
                             del self._sessions[session_id]
+                            self._uncounted.pop(session_id, None)
                             used = self._fresh.pop(session_id, None) is not None  # since the store looked
                             if used:
                                 sleeper = sleeper._replace(last_used=self._now)  # before anybody tells a later time
@@ -780,7 +802,7 @@ class SessionStore:
                 self._held -= held
                 self._asleep.put(number, sleeper)
             else:
-                self._sessions[session_id] = session
+                self._sessions[session_id] = self._uncounted[session_id] = session
                 if used:
                     self._fresh[session_id] = session
         return session
@@ -977,7 +999,7 @@ class SessionStore:
 
     def usage(self) -> Usage:
         """What the store holds in memory by now."""
-        self._look()
+        self._count_used()
         features, paths, journal = self._features, self._paths, self._journal
         asleep = len(self._asleep)
         return Usage(
@@ -1062,6 +1084,7 @@ class SessionStore:
             if self._sessions.get(session.id) is session:
                 del self._sessions[session.id]
                 self._fresh.pop(session.id, None)
+                self._uncounted.pop(session.id, None)
                 self._held -= session._held
 
     def _check_open(self) -> None:

@@ -859,3 +859,48 @@ def test_a_pin_holds_from_the_moment_on_that_it_is_set_until_it_is_taken_away(tm
         session.unpin(pin)
         store.evict()
         assert known() is None
+
+
+def test_to_tell_the_time_counts_nothing_and_holds_no_session() -> None:
+    """Bytes are counted when somebody asks for them: a scheduler tells the time often."""
+    store = SessionStore.in_memory(idle_ttl=10)
+    kept, closed, expired = (store.create(name, scheme="text@hf5") for name in ("kept", "closed", "expired"))
+    gone = [weakref.ref(closed), weakref.ref(expired)]
+    for session in (kept, closed, expired):
+        session.append(session.root, [1] * 1000)
+    store.tick(0)
+    assert store._held == 0 and not store._fresh
+    counted = store.usage().node_bytes
+    assert counted >= store._held > 24_000
+    for now in (2, 3):
+        for session in (kept, closed, expired):
+            session.append(session.root, [now] * 1000)
+        store.tick(now)
+    assert store.usage().node_bytes > counted + 24_000
+    for session in (kept, closed, expired):
+        session.append(session.root, [3])
+    store.tick(3)
+    closed.close()
+    del closed, expired, session
+    store.tick(5)
+    kept.append(kept.root, [5])
+    assert store.tick(13) == ("expired",)
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+    assert 8_000 < store.usage().node_bytes < counted
+
+
+class ClosesFirst(dict[str, Any]):
+    """Another thread closes the session at the worst time."""
+
+    def __setitem__(self, key: str, session: Any) -> None:
+        session.close()
+        super().__setitem__(key, session)
+
+
+def test_a_session_that_is_closed_while_it_is_noted_is_not_held() -> None:
+    store = SessionStore.in_memory(idle_ttl=10)
+    session = store.create("s", scheme="text@hf5")
+    store._uncounted = ClosesFirst()
+    store.tick(0)
+    assert session.closed and not store._uncounted

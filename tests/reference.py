@@ -83,11 +83,12 @@ class Item:
 
 @dataclass(frozen=True)
 class Segment:
-    """The content of one node."""
+    """The content of one node. ``keyed``: whether its node has a key of the caller's."""
 
     origin: str
     tokens: tuple[int, ...]
     items: tuple[Item, ...] = ()
+    keyed: bool = field(default=False, compare=False)
 
     def in_order(self) -> Segment:
         """The same content, items in the order of their tokens."""
@@ -179,12 +180,10 @@ def check_segment(scheme: Scheme, segment: Segment, pending: Cell) -> Cell:
 def check_history(scheme: Scheme, segments: Sequence[Segment]) -> Cell:
     """Refuses an impossible history; returns what its end leaves unfinished."""
     pending: Cell = None
-    num_tokens = 0
     for segment in segments:
         pending = check_segment(scheme, segment, pending)
-        num_tokens += len(segment.tokens)
-        if num_tokens == 0:
-            raise Refused("SessionTreeError", "an empty turn directly under the root")
+    if segments and not segments[0].tokens and not segments[0].keyed:
+        raise Refused("SessionTreeError", "an empty turn without a key directly under the root")
     return pending
 
 

@@ -539,7 +539,7 @@ class SessionMachine(RuleBasedStateMachine):
         by_id: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> bytes | None:
-        tree = place.tree
+        tree, segment = place.tree, replace(segment, keyed=key is not None)
         valid = self.verdict(lambda: tree.check_new(parent, segment, room=tree.reserve_output))
         if valid is not None:
             valid = either(valid, absurd(segment))

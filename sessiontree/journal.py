@@ -98,20 +98,20 @@ class Columns:
         start = 0 if before is None else len(before.entries)
         new = entries[start:]
         fields = [np.array(new[name]) for name in ("kind", "session", "ordinal", "parent")]
-        fields.append(np.flatnonzero(fields[0] != codec.NODE) + start)  # mostly few
+        fields.append((np.flatnonzero(fields[0] != codec.NODE) + start).astype(np.uint32))  # mostly few
         if before is not None:
             fields = [_longer(*both) for both in zip(before._fields, fields, strict=True)]
         self._fields: list[NDArray[Any]] = fields
         self.kinds, self.sessions, self.ordinals, self.parents, self._others = fields
         self._grouped: tuple[NDArray[np.int64], NDArray[np.uint32]] | None = None
-        self._last: tuple[int, NDArray[np.int64]] = -1, self._others[:0]
+        self._last: tuple[int, NDArray[np.int64]] = -1, np.empty(0, np.int64)
         # Of the first so many of the others: which sessions they drop, and those that they make, by name.
         self._dropped: tuple[int, frozenset[int]] = (0, frozenset()) if before is None else before._dropped
-        self._by_name: tuple[int, NDArray[np.uint64], NDArray[np.int64]] = (
-            (0, np.empty(0, np.uint64), self._others[:0]) if before is None else before._by_name
+        self._by_name: tuple[int, NDArray[np.uint32], NDArray[np.uint32]] = (
+            (0, np.empty(0, np.uint32), np.empty(0, np.uint32)) if before is None else before._by_name
         )
 
-    def others(self) -> NDArray[np.int64]:
+    def others(self) -> NDArray[np.uint32]:
         """Where records are that are of no node, in order."""
         return self._others
 
@@ -209,19 +209,19 @@ class Columns:
         """Where sessions of this name's digest are, in order."""
         looked, names, places = self._by_name
         if len(self._others) - looked > _UNSORTED + looked // 8:
-            looked, places = len(self._others), self.places(codec.SESSION)
-            names = self.ids(places)
+            looked, found = len(self._others), self.places(codec.SESSION)
+            names = self.ids(found).astype(np.uint32)  # a part of each: what is alike in that is looked at
             order = np.argsort(names, kind="stable")
-            names, places = names[order], places[order]
+            names, places = names[order], found[order].astype(np.uint32)
             self._by_name = looked, names, places
-        wanted = np.frombuffer(identity, np.uint64)[0]
-        sorted_ones = places[names.searchsorted(wanted, "left") : names.searchsorted(wanted, "right")]
-        return self.named(np.concatenate([sorted_ones, self._of_kind(codec.SESSION, looked)]), identity)
+        wanted = np.frombuffer(identity, np.uint64).astype(np.uint32)[0]
+        alike = places[names.searchsorted(wanted, "left") : names.searchsorted(wanted, "right")]
+        return self.named(np.concatenate([alike.astype(np.int64), self._of_kind(codec.SESSION, looked)]), identity)
 
     def _of_kind(self, kind: int, first: int) -> NDArray[np.int64]:
         """Where records of a kind are, among the others from the first so many on."""
         places = self._others[first:]
-        found: NDArray[np.int64] = places[self.kinds[places] == kind]
+        found: NDArray[np.int64] = places[self.kinds[places] == kind].astype(np.int64)
         return found
 
     @property
@@ -246,7 +246,7 @@ def _longer(values: NDArray[Any], more: NDArray[Any]) -> NDArray[Any]:
     count = len(values) + len(more)
     room = _room_of(values)
     if count > len(room):
-        room = np.empty(count + count // 8, values.dtype)
+        room = np.empty(count + count // 16 + 64, values.dtype)
         room[: len(values)] = values
     room[len(values) : count] = more
     return room[:count]

@@ -17,7 +17,7 @@ from sessiontree.backends.segment_log import ENTRY
 from sessiontree.journal import Columns
 
 KINDS = [codec.NODE] * 6 + [codec.SESSION, codec.HEAD, codec.OPENED, codec.DROP, codec.ALIAS]
-NAMES = [bytes([number]) * 32 for number in range(12)]
+NAMES = [bytes([number]) * 32 for number in range(8)] + [bytes(8) + bytes([number]) * 24 for number in range(4)]
 
 
 def rows(count: int, rng: random.Random) -> NDArray[Any]:

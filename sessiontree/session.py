@@ -78,6 +78,7 @@ class Home(Protocol):
     _journal: Journal | None
     _feed: Feed
     _fresh: dict[str, Session]  # those that were used since anybody looked
+    _with_drafts: dict[str, ref[Session]]  # those that have open drafts
     _uses: Iterator[int]  # numbers of uses
     _nodes: HeldNodes
 
@@ -384,6 +385,7 @@ class Session:
 
     def _have_open(self, draft: Draft) -> None:
         self._open_drafts.add(ref(draft, self._open_drafts.discard))
+        self._store._with_drafts[self._id] = ref(self)  # only now: see _drafting
         if (meter := self._feed.meter) is not None:
             meter.opened_draft()
 

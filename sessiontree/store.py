@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from heapq import heapify, heappop, heappush, nsmallest
 from importlib import import_module
 from sys import getrefcount
 from types import TracebackType
@@ -68,6 +69,7 @@ _logger = logging.getLogger(__name__)
 MAX_SESSION_ID: Final = 512
 _URLS: Final = ("postgresql://", "postgres://")
 _ALONE: Final = 5  # references to a session that the store holds, and looks at; whoever holds more of them has it awake
+_OLDEST: Final = 1024  # sessions at least that are put in the order of their use together
 _AT_ONCE: Final = 256  # sessions that gc looks at before others can be opened, and evict before it asks what is held
 
 
@@ -145,6 +147,9 @@ class SessionStore:
         self._survivors: dict[int, Sequence[tuple[int, ref[Node]]]] = {}  # of those asleep, nodes that somebody held
         self._fresh: dict[str, Session] = {}
         self._uncounted: dict[str, Session] = {}  # those that were used since their bytes were counted
+        self._oldest: list[tuple[int, str]] = []  # of the sessions that are awake, the least recently used last
+        self._with_drafts: dict[str, ref[Session]] = {}  # by id, the sessions that have any, or had
+        self._timers: list[tuple[float, int, str]] = []  # of sessions that are awake: see _take_due
         self._uses: Iterator[int] = itertools.count(1)
         self._nodes = HeldNodes()
         self._held = 0  # bytes counted for the sessions that are awake
@@ -309,6 +314,8 @@ class SessionStore:
         self._sessions.clear()
         self._fresh.clear()
         self._uncounted.clear()
+        self._with_drafts.clear()
+        self._timers.clear()
         self._creating.clear()
         self._held = 0
 
@@ -387,6 +394,7 @@ class SessionStore:
     def _put(self, session: Session, *, again: bool = False) -> None:
         """Have a session that was opened, and say so before anybody writes to it; the lock is held. ``again``: it was before."""
         batch = news.opened(*session._named, session._tree, self._feed.wanted, again=again)
+        self._set_timer(session)
         put, sessions, session_id = self._feed.put, self._sessions, session.id
         sessions[session_id] = session  # from here to the call nothing comes in between
         if batch:
@@ -454,6 +462,7 @@ class SessionStore:
         slept = self._asleep.get(number)
         incarnation = journal.opened(number) if slept is None else slept.incarnation
         session = Session(session_id, incarnation, tree, self, number)
+        session._use = next(self._uses)  # no use of it, but who wakes it does not do so to let it go
         session._pins = pins
         if slept is not None:
             session._generations, session._last_used = slept.generations, slept.last_used
@@ -463,6 +472,7 @@ class SessionStore:
             if slept is None:
                 self._put(session, again=True)
             else:  # it was open all the time
+                self._set_timer(session)
                 self._sessions[session_id] = session
                 self._asleep.remove(number)
         return session
@@ -628,11 +638,20 @@ class SessionStore:
 
     def _expire(self, now: float, idle_ttl: float) -> list[tuple[int, str]]:
         """Incarnation and id of the sessions that are closed now, since they lay idle for so long."""
-        with self._opening:  # else one that evict looks at may be neither awake nor asleep
-            awake = list(self._sessions.values())
-        # Of most, nothing is to be noted: they cost no call.
-        due = [session for session in awake if session._open_drafts or not now - session._last_used < idle_ttl]
-        closed = [(session.incarnation, session.id) for session in due if session._expire(now, idle_ttl)]
+        closed: list[tuple[int, str]] = []
+        taken: dict[int, Session] = {}  # by incarnation
+        try:
+            with self._opening, self._lock:  # else one that evict looks at may be neither awake nor asleep
+                self._take_due(now, idle_ttl, taken)
+            drafting = {session.incarnation: session for session in self._drafting()}  # in use, as long as a draft is open
+            for incarnation, session in sorted((drafting | taken).items()):
+                if session._expire(now, idle_ttl):
+                    closed.append((incarnation, session.id))
+        finally:
+            with self._lock:
+                for session in taken.values():
+                    if not session.closed:
+                        self._set_timer(session)
         journal = self._journal
         if journal is not None:
             with self._opening:
@@ -648,6 +667,27 @@ class SessionStore:
                     if session_id is not None:
                         closed.append((incarnation, session_id))
         return closed
+
+    def _take_due(self, now: float, idle_ttl: float, taken: dict[int, Session]) -> None:
+        """Take the timers of sessions that may have lain idle for so long, and add those to ``taken``; the lock is held.
+
+        Each that is awake has a timer, an entry of a heap, of when it was used last or before that. Where it was used since, it
+        gets another: so each is looked at once in an ``idle_ttl``, not at every tick.
+        """
+        timers = self._timers
+        if len(timers) > 2 * len(self._sessions) + _OLDEST:  # most are of sessions that are no more, or fell asleep
+            timers[:] = [(session._last_used, session.incarnation, key) for key, session in self._sessions.items()]
+            heapify(timers)
+        while timers and not now - timers[0][0] < idle_ttl:
+            _, incarnation, session_id = timers[0]
+            session = self._sessions.get(session_id)
+            if session is not None and session.incarnation == incarnation:
+                taken[incarnation] = session
+            heappop(timers)
+
+    def _set_timer(self, session: Session) -> None:
+        if self._idle_ttl is not None:
+            heappush(self._timers, (session._last_used, session.incarnation, session.id))
 
     def _look(self) -> None:
         """Note when the sessions were used that were since the last look."""
@@ -704,10 +744,10 @@ class SessionStore:
         self._check_open()
         usage = before = self.usage()
         features = paths = 0
-        if usage.memory_bytes > target:
+        if usage.memory_bytes > target and usage.feature_bytes:
             features = self._features.release(usage.memory_bytes - target, self._needed())
             usage = self.usage()
-        if usage.memory_bytes > target:
+        if usage.memory_bytes > target and usage.path_cache_bytes:
             paths = usage.path_cache_bytes
             self._paths.clear()
             usage = self.usage()
@@ -731,7 +771,9 @@ class SessionStore:
         """Contents of the media on the paths of open drafts and of pinned nodes."""
         needed: set[tuple[Any, ...]] = set()
         for session in list(self._sessions.values()):
-            held = [draft.parent for draft in session._drafts()] if len(session._open_drafts) else []
+            if not (session._pins or session._open_drafts):
+                continue
+            held = [draft.parent for draft in session._drafts()]
             with suppress(SessionTreeError):  # a pin that cannot be read holds nothing
                 held += map(session.node, session.pins)
             needed.update(item.content() for node in held for item, _, _ in node.media_spans())
@@ -739,17 +781,44 @@ class SessionStore:
 
     def _put_away_until(self, journal: Journal, target: int) -> Iterator[str]:
         """Ids of the sessions that go, one by one, until the store holds no more than ``target`` bytes."""
-        by_use = sorted((session._use, session_id) for session_id, session in list(self._sessions.items()))
-        over = 0
-        for at, (_, session_id) in enumerate(by_use):
-            if at % _AT_ONCE == 0 or over <= 0:
-                over = self.usage().memory_bytes - target
+        over, stayed = 0, []
+        try:
+            for at, (use, session_id) in enumerate(self._by_use()):
+                if at % _AT_ONCE == 0 or over <= 0:
+                    over = self.usage().memory_bytes - target
                 if over <= 0:
+                    stayed.append((use, session_id))
                     return
-            before = self._held
-            if self._put_away(journal, session_id):
-                yield session_id
-            over -= before - self._held
+                before = self._held
+                if self._put_away(journal, session_id):
+                    yield session_id
+                else:
+                    stayed.append((use, session_id))
+                over -= before - self._held
+        finally:
+            self._oldest += reversed(stayed)  # they come first the next time
+
+    def _by_use(self) -> Iterator[tuple[int, str]]:
+        """All sessions that are awake, the least recently used first, each taken off :attr:`_oldest`.
+
+        What lies there was not used since it was found, or is not what it was, so whatever is not there was used later: to find
+        some of the oldest takes a look at all sessions, to take one of them none.
+        """
+        last = -1
+        while True:
+            try:
+                use, session_id = self._oldest.pop()
+            except IndexError:
+                later = [(session._use, key) for key, session in list(self._sessions.items()) if session._use > last]
+                if not later:
+                    return
+                self._oldest = nsmallest(max(_OLDEST, len(later) // 8), later)[::-1]
+                continue
+            last = max(last, use)
+            session = self._sessions.get(session_id)
+            if session is not None and session._use == use:
+                del session  # or it would be held
+                yield use, session_id
 
     def _put_away(self, journal: Journal, session_id: str) -> bool:
         """Let the nodes of a session go, and the session itself where nobody holds it: whether that could be."""
@@ -1016,7 +1085,19 @@ class SessionStore:
         )
 
     def _drafting(self) -> list[Session]:
-        return [session for session in list(self._sessions.values()) if len(session._open_drafts)]
+        """The sessions with drafts that are open, or closed and held by somebody; in the order they were opened."""
+        found, with_drafts = [], self._with_drafts
+        for session_id, known in list(with_drafts.items()):
+            session = known()
+            if session is None or not session._open_drafts:
+                latest = with_drafts.pop(session_id, known)
+                session = latest()
+                if session is None or not session._open_drafts:
+                    continue
+                with_drafts.setdefault(session_id, latest)  # one was opened meanwhile
+            if self._sessions.get(session_id) is session:
+                found.append(session)
+        return sorted(found, key=lambda session: session.incarnation)
 
     def close(self) -> None:
         """Close every session. The store takes no more calls; closing it again does nothing."""

@@ -95,7 +95,7 @@ def live(store: SessionStore, steps: list[tuple[str, Any]], ttl: float) -> None:
 
 @pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("where", ["memory", "disk", "disk with a budget"])
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS, ttl=st.sampled_from([2, 7.5, 10]))
 def test_a_tick_closes_who_lay_idle(where: str, few: bool, steps: list[tuple[str, Any]], ttl: float) -> None:
     """``few``: what is kept in the order of use and of time is made anew again and again."""
@@ -127,6 +127,21 @@ def test_timers_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             store.tick(now)
             assert len(store._timers) <= 2 * 3 + 4 + 4
             assert {session_id for _, _, session_id in store._timers} >= {"0", "1", "2"}
+        assert store.tick(10**7) == ("0", "1", "2")
+
+
+def test_timers_that_are_made_anew_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_OLDEST", 4)
+    store = SessionStore.in_memory(idle_ttl=100)
+    kept = {name: store.create(name, scheme="text@hf5") for name in NAMES}
+    for now in range(50):
+        if now % 10 == 0:
+            session = kept[NAMES[now // 10]]
+            session.append(session.root, [now])
+        store.create(f"made {now}", scheme="text@hf5").close()
+        assert store.tick(now) == ()
+    assert len(store._timers) < 30
+    assert [store.tick(now) for now in (99, 100, 108, 109, 130, 138, 139)] == [(), ("a",), (), ("b",), ("c", "d"), (), ("e",)]
 
 
 def test_an_interrupt_in_a_tick_loses_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,5 +202,33 @@ def test_the_least_recently_used_go_first(few: int, tmp_path: Path, monkeypatch:
         assert gone == ["0", "2", "4", "1", "5", "6"]
         assert store.evict().sessions == ("7", "8", "9", "10", "11", "3")
         assert store.evict().sessions == ()
-        store.get("2")
-        assert store.evict().sessions == ("2",)
+        for name in ("2", "6", "8"):
+            store.get(name)
+        evict_one()
+        store._got("0")  # it wakes, which is no use of it
+        assert set(store.evict().sessions) == {"6", "8", "0"}
+
+
+class OpensFirst(dict[str, Any]):
+    """Another thread opens a draft at the worst time."""
+
+    session: Any = None
+
+    def pop(self, key: str, *default: Any) -> Any:
+        self.draft = self.session.draft(self.session.root)
+        return super().pop(key, *default)
+
+
+def test_a_draft_that_is_opened_while_they_are_looked_for_is_found() -> None:
+    store = SessionStore.in_memory(idle_ttl=100, draft_ttl=5)
+    session = store.create("s", scheme="text@hf5")
+    session.draft(session.root).abort()
+    with_drafts = OpensFirst(store._with_drafts)
+    with_drafts.session = session
+    store._with_drafts = with_drafts
+    store.tick(0)
+    store.tick(1)
+    draft = with_drafts.draft
+    store.tick(6)
+    store.tick(12)
+    assert draft.how_closed == "timed out"

@@ -120,11 +120,12 @@ def test_timers_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             session.append(session.root, [number])
         del session
         for now in range(50):
-            store.create(f"made {now}", scheme="text@hf5").close()
             assert len(store.evict().sessions) == 3
+            made = store.create(f"made {now}", scheme="text@hf5")
             for number in range(3):
                 store.get(f"{number}")
             store.tick(now)
+            made.close()
             assert len(store._timers) <= 2 * 3 + 4 + 4
             assert {session_id for _, _, session_id in store._timers} >= {"0", "1", "2"}
         assert store.tick(10**7) == ("0", "1", "2")
@@ -138,9 +139,10 @@ def test_timers_that_are_made_anew_are_the_same(monkeypatch: pytest.MonkeyPatch)
         if now % 10 == 0:
             session = kept[NAMES[now // 10]]
             session.append(session.root, [now])
-        store.create(f"made {now}", scheme="text@hf5").close()
+        made = store.create(f"made {now}", scheme="text@hf5")
         assert store.tick(now) == ()
-    assert len(store._timers) < 30
+        made.close()
+    assert len(store._timers) < 20
     assert [store.tick(now) for now in (99, 100, 108, 109, 130, 138, 139)] == [(), ("a",), (), ("b",), ("c", "d"), (), ("e",)]
 
 

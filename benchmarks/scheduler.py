@@ -49,7 +49,7 @@ LAST = np.arange(REPLY, dtype=np.int32)
 SESSIONS, STEPS = 512, 200
 THREADS, APPENDS = 16, 4_000
 HEADS = IDLE = 100_000
-OPEN = 20_000
+OPEN, BUDGET = 20_000, 64 * 2**20
 NUMBERS = itertools.count()
 clock = time.perf_counter_ns
 
@@ -349,7 +349,7 @@ def heads(folder: Path) -> Iterator[Figure]:
 # time -----------------------------------------------------------------------------------------------------------------------------
 
 
-def ticks() -> Iterator[Figure]:
+def ticks(folder: Path) -> Iterator[Figure]:
     """What a scheduler pays to tell the time, when few of its sessions were used and none lay idle for too long."""
     with SessionStore.in_memory(idle_ttl=3600.0, draft_ttl=60.0) as store:
         made = [store.create(f"{number}", scheme="text@hf5") for number in range(OPEN)]
@@ -369,6 +369,21 @@ def ticks() -> Iterator[Figure]:
             taken.append((clock() - began) / 1e6)
         name = f"tick of a store with {OPEN:,} sessions open, {SESSIONS} of them used since, each with a draft"
         yield Figure(name, statistics.median(taken), "ms", note=f"longest {max(taken):.1f} ms")
+    with no_full_collections(), SessionStore.open(folder / "ticks", memory_bytes=BUDGET, idle_ttl=3600.0) as store:
+        ids, taken = np.arange(200, dtype=np.int32), []
+        for turn in range(400):
+            for number in range(50):
+                session = store.create(f"{turn} {number}", scheme="text@hf5")
+                session.append(session.root, ids)
+            del session
+            began = clock()
+            store.tick(turn)
+            taken.append((clock() - began) / 1e6)
+        usage = store.usage()
+        assert 0 < usage.asleep_sessions < usage.sessions == 20_000
+        name = f"tick of a store with {usage.sessions:,} sessions at its budget: 50 came, and 50 go"
+        note = f"{usage.sessions - usage.asleep_sessions:,} awake; longest {max(taken[-100:]):.1f} ms; waits for the disk"
+        yield Figure(name, statistics.median(taken[-100:]), "ms", note=note)
 
 
 # idle sessions -----------------------------------------------------------------------------------------------------------------
@@ -459,7 +474,7 @@ def main() -> int:
         "threads": lambda: threads(folder),
         "crowd": lambda: crowd(folder),
         "heads": lambda: heads(folder),
-        "ticks": ticks,
+        "ticks": lambda: ticks(folder),
         "idle": lambda: idle_sessions(folder),
     }
     try:

@@ -802,14 +802,14 @@ class SessionStore:
         """All sessions that are awake, the least recently used first, each taken off :attr:`_oldest`.
 
         What lies there was not used since it was found, or is not what it was, so whatever is not there was used later: to find
-        some of the oldest takes a look at all sessions, to take one of them none.
+        some of the oldest takes a look at all sessions, to take one of them none. What is used from now on is not waited for.
         """
-        last = -1
+        last, until = -1, next(self._uses)
         while True:
             try:
                 use, session_id = self._oldest.pop()
             except IndexError:
-                later = [(session._use, key) for key, session in list(self._sessions.items()) if session._use > last]
+                later = [(session._use, key) for key, session in list(self._sessions.items()) if last < session._use < until]
                 if not later:
                     return
                 self._oldest = nsmallest(max(_OLDEST, len(later) // 8), later)[::-1]

@@ -211,6 +211,17 @@ def test_the_least_recently_used_go_first(few: int, tmp_path: Path, monkeypatch:
         assert set(store.evict().sessions) == {"6", "8", "0"}
 
 
+def test_to_evict_all_ends_though_sessions_are_used_all_the_time(tmp_path: Path) -> None:
+    with SessionStore.open(tmp_path / "store", durability="relaxed") as store:
+        session = store.create("s", scheme="text@hf5")
+        looked = []
+        for _, name in store._by_use():
+            looked.append(name)
+            session._touch()  # whenever it was looked at
+            assert len(looked) < 50
+        assert looked == ["s"]
+
+
 class OpensFirst(dict[str, Any]):
     """Another thread opens a draft at the worst time."""
 

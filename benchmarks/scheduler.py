@@ -420,12 +420,14 @@ def idle(folder: Path) -> dict[str, float]:
             found = store.get(f"session-{number}").head("main").node.input_ids()
             back.append(time.perf_counter() - began)
             assert found[0] == number and len(found) == (80 if number % 2 else 64)
-        on = []
+        on, in_hand, before = [], [], resident()
         for number in np.random.default_rng(1).choice(IDLE, 200, replace=False).tolist():
             began = time.perf_counter()
             session = store.get(f"session-{number}")
             session.append(session.head("main").node, ids)
             on.append(time.perf_counter() - began)
+            in_hand.append(session)
+        each = (resident() - before) / len(in_hand)
     size = sum(file.stat().st_size for file in (folder / "idle").rglob("*") if file.is_file())
     return {
         "asleep": asleep / 1e6,
@@ -435,6 +437,7 @@ def idle(folder: Path) -> dict[str, float]:
         "longest": max(back) * 1000,
         "on": statistics.median(on) * 1000,
         "longest on": max(on) * 1000,
+        "in hand": each / 1000,
         "disk": size / IDLE,
     }
 
@@ -456,6 +459,7 @@ def idle_sessions(folder: Path) -> Iterator[Figure]:
         "ms",
         note=f"the longest {found['longest on']:.1f} ms: each has to see what the one before wrote",
     )
+    yield Figure(f"{name}: memory of each of the 200 that are in hand then", found["in hand"], "kB", note="resident")
     yield Figure(
         f"{name}: time to evict each", found["evicting"] / IDLE * 1e6, "µs", note="1,000 at a time, what was written synced"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -124,3 +125,23 @@ def test_of_another_lease_everything_is_looked_at_anew(tmp_path: Any) -> None:
             columns = each.columns()
             assert columns.lease is not known.lease and len(columns.entries) > len(known.entries)
             assert answers(columns) == answers(Columns(columns.entries))
+
+
+def test_sessions_in_hand_share_what_is_known_of_the_store(tmp_path: Any) -> None:
+    """Each was opened when the store had other records; none has arrays of all of them for itself."""
+    path = tmp_path / "store"
+    with SessionStore.open(path, durability="relaxed") as store:
+        for number in range(2000):
+            session = store.create(f"{number}", scheme="text@hf5")
+            session.set_head("main", session.append(session.root, [number]))
+    with SessionStore.open(path, durability="relaxed") as store:
+        tracemalloc.start()
+        try:
+            held = []
+            for number in range(100):
+                session = store.get(f"{number}")
+                session.append(session.head("main").node, [9])
+                held.append(session)
+            assert tracemalloc.get_traced_memory()[0] < 3_000_000  # 13 bytes of 6,000 records each would be 8 MB
+        finally:
+            tracemalloc.stop()

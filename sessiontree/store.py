@@ -1166,6 +1166,7 @@ class SessionStore:
                 del self._sessions[session.id]
                 self._fresh.pop(session.id, None)
                 self._uncounted.pop(session.id, None)
+                self._with_drafts.pop(session.id, None)
                 self._held -= session._held
 
     def _check_open(self) -> None:

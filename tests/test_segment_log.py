@@ -1334,6 +1334,18 @@ def test_zeros_are_written_anew_where_a_failed_write_was_undone() -> None:
     goes_on(disk, [b"kept", b"more"])
 
 
+def test_to_open_a_log_writes_no_zeros() -> None:
+    disk = Disk()
+    log = opened(disk)
+    store(log, some_batches(3, random.Random(1)))
+    log.close()
+    before, whole = len(zeroed(disk)), bytes(disk.content(".seg"))
+    log = opened(disk)
+    log._tend()
+    log.close()
+    assert len(zeroed(disk)) == before and bytes(disk.content(".seg")) == whole
+
+
 def test_zeros_end_with_the_segment() -> None:
     disk = Disk()
     log = opened(disk, segment_bytes=1000)

@@ -1169,7 +1169,7 @@ class SegmentLog:
             self._renew(fd, scan)
             self._room = system.size(fd)
             self.recovered_bytes = scan.torn
-        self._end = end
+        self._end = self._looked = end
         self._followed = end.records
         self._synced = end.sequence
         self._covered = end._replace(offset=0)
